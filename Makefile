@@ -1,0 +1,66 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Each makes its own virtual environment and installs through the pinned constraints.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+SOURCES := pyproject.toml constraints.txt
+
+.PHONY: demo test check format bench test-slow test-gpu clean help
+
+help:
+	@echo "make demo       train the embedded default and show what averaging saved"
+	@echo "make test       format, lint, types, layers and tests"
+	@echo "make check      the same without the tests"
+	@echo "make format     rewrite the code in its own format"
+	@echo "make bench      time the averager against its peers on this CPU"
+	@echo "make test-slow  tests that take longer"
+	@echo "make test-gpu   tests that need a CUDA device"
+
+demo: $(VENV)/.demo
+	$(BIN)/lawa demo --overwrite
+
+test: check
+	$(BIN)/python -m pytest -n auto -m "not slow and not gpu"
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow
+
+# With PYTHON set to an interpreter that has torch for CUDA, no environment is made.
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -p no:cacheprovider -m gpu
+
+bench: .venv-bench/.bench
+	.venv-bench/bin/python benchmarks/online.py
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "torch-lawa needs Python 3.11 or newer; set PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(VENV)/bin/python $(SOURCES)
+	$(PIP) -e '.[recipes,report]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
+	$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/.demo
+
+.venv-bench/.bench: $(SOURCES)
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  -e . ema-pytorch torch-ema
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .venv-bench .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,309 @@
+"""The averager people put in their training loop."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torch_lawa import averager_state
+from torch_lawa.core.coefficients import Coefficients, Uniform
+from torch_lawa.core.schedule import Every, Schedule
+from torch_lawa.core.selection import BufferRule, FrozenRule, Selector, live_tensors
+from torch_lawa.errors import ConfigError, LayoutError, NotReadyError, StateError
+from torch_lawa.stores.base import Snapshot, Store
+from torch_lawa.stores.memory import DeviceStore, HostStore
+from torch_lawa.stores.window import Sliding, Window
+from torch_lawa.swap import lend, refuse_if_lent
+
+__all__ = ["LatestWeightAverager"]
+
+
+class LatestWeightAverager:
+    """Keeps the `k` latest snapshots of a model and serves their mean.
+
+    >>> model = nn.Linear(2, 1)
+    >>> averager = LatestWeightAverager(k=2)
+    >>> for epoch in range(3):
+    ...     _ = model.weight.data.fill_(epoch)  # train one epoch
+    ...     averager.collect(model)
+    >>> averager.average()["weight"]
+    tensor([[1.5000, 1.5000]])
+    >>> with averager.swapped_into(model):
+    ...     model.weight[0, 0].item()
+    1.5
+
+    Args:
+        k: How many snapshots the window holds. The paper's default is 6.
+        coefficients: How much each counts: `Uniform()`, `Exponential(alpha)`, `Explicit(weights)`.
+        schedule: When `step` takes a snapshot: `Every(n, start=...)` or `OnPlateau(...)`. Without
+            one, every call of `step` does.
+        before_full: While fewer than `k` snapshots are there, "wait" (as in the paper) or
+            "average" those that are.
+        store: "host" memory (filled asynchronously from a GPU), the model's "device", or a
+            `DiskStore(folder)`.
+        storage_dtype: Keep snapshots in `torch.bfloat16` or `torch.float16` to halve their memory.
+            Each stored value is then rounded, by up to 0.2 % in bfloat16 (2**-9) and 0.05 % in
+            float16 (2**-12, and nothing beyond 65,504); the mean of k is off by about 1/sqrt(k) of
+            that. Sums stay float64.
+        buffers: Floating-point buffers, such as BatchNorm statistics: from the "newest" snapshot,
+            or "average" them. Use `recalibrate_batch_norm` to re-estimate them.
+        frozen: Parameters that do not require gradients: "keep" one copy, from the newest
+            snapshot, or "omit" them (adapters on a large frozen model).
+        sliding: Keep a float64 sum that follows the window, so that reading the mean costs the
+            same for any k; the bits are the same. It takes the memory of three more float32
+            snapshots. "auto" does so when k >= 16 and the mean is read after every snapshot.
+    """
+
+    def __init__(
+        self,
+        k: int = 6,
+        *,
+        coefficients: Coefficients | None = None,
+        schedule: Schedule | None = None,
+        before_full: Literal["wait", "average"] = "wait",
+        store: Literal["host", "device"] | Store = "host",
+        storage_dtype: torch.dtype | None = None,
+        buffers: BufferRule = "newest",
+        frozen: FrozenRule = "keep",
+        sliding: Sliding = "auto",
+    ) -> None:
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise ConfigError(f"k={k!r}: the number of snapshots must be an int of at least 1.")
+        _one_of("before_full", before_full, ("wait", "average"))
+        _one_of("buffers", buffers, ("newest", "average"))
+        _one_of("frozen", frozen, ("keep", "omit"))
+        _one_of("sliding", sliding, ("auto", True, False))
+        _one_of("storage_dtype", storage_dtype, (None, torch.bfloat16, torch.float16))
+        if not isinstance(store, Store):
+            _one_of("store", store, ("host", "device"))
+            store = HostStore() if store == "host" else DeviceStore()
+        self._coefficients: Coefficients = coefficients if coefficients is not None else Uniform()
+        self._coefficients.weights(k)  # explicit weights must be enough for the window
+        self._schedule: Schedule = schedule if schedule is not None else Every(1)
+        expected = self._schedule.expected()
+        if before_full == "wait" and expected is not None and expected < k:
+            raise ConfigError(
+                f"the schedule {self._schedule} gives {expected} snapshots in the whole run and "
+                f"the window waits for k={k}: it would never be ready. Collect more often, start "
+                "earlier, lower k, or set before_full='average'."
+            )
+        self._before_full = before_full
+        self._storage_dtype = storage_dtype
+        self._select = Selector(buffers=buffers, frozen=frozen)
+        self._window = Window(store, k, storage_dtype, sliding)
+        self._num_steps = 0
+        self._num_collected = 0
+        if self._window.notes:
+            self._take_counters(self._window.notes)
+
+    @property
+    def k(self) -> int:
+        """How many snapshots a full window holds."""
+        return self._window.k
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is an average to read."""
+        return len(self) >= (self.k if self._before_full == "wait" else 1)
+
+    @property
+    def steps(self) -> list[int]:
+        """The labels of the snapshots in the window, oldest first."""
+        return [snapshot.step for snapshot in self._window.snapshots]
+
+    @property
+    def num_collected(self) -> int:
+        """How many snapshots were ever collected."""
+        return self._num_collected
+
+    def __len__(self) -> int:
+        """How many snapshots the window holds now."""
+        return len(self._window.snapshots)
+
+    def __bool__(self) -> bool:
+        """Always true: `if averager:` asks whether there is one, not whether it is empty."""
+        return True
+
+    def __repr__(self) -> str:
+        steps = f" (steps {self.steps[0]} to {self.steps[-1]})" if self.steps else ""
+        stored = f", stored as {self._storage_dtype}" if self._storage_dtype else ""
+        return (
+            f"LatestWeightAverager(k={self.k}, {len(self)} of {self.k} snapshots{steps}, "
+            f"{self._window.describe()}{stored}, {self._coefficients})"
+        )
+
+    def collect(self, model: nn.Module | Mapping[str, Tensor], *, step: int | None = None) -> None:
+        """Take a snapshot of a model (or of a state dict); the oldest leaves a full window.
+
+        `step` labels it in `steps` and in messages; by default it is the number of calls of
+        `step` so far, or of `collect` where `step` is not used. Labels must increase.
+        """
+        if isinstance(model, nn.Module):
+            refuse_if_lent(model, "collect was called")
+        label = step if step is not None else (self._num_steps or self._num_collected + 1)
+        if self.steps and label <= self.steps[-1]:
+            if step is not None:
+                raise ConfigError(
+                    f"step={step} is not after the newest snapshot in the window, of step "
+                    f"{self.steps[-1]}. Did the run go back to an earlier checkpoint? Then load "
+                    "the averager's state saved with it, or call averager.reset()."
+                )
+            label = self.steps[-1] + 1
+        selection = self._select(model)
+        counters = {**self._counters(), "num_collected": self._num_collected + 1}
+        notes = {**counters, "ties": selection.ties}
+        self._window.put(Snapshot(self._num_collected, label), selection, notes)
+        self._num_collected += 1
+
+    def step(self, model: nn.Module | Mapping[str, Tensor], *, loss: float | None = None) -> bool:
+        """Count one step (or epoch) and collect if the schedule says so; tells whether it did.
+
+        >>> from torch_lawa import Every
+        >>> averager = LatestWeightAverager(k=2, schedule=Every(10))
+        >>> sum(averager.step({"w": torch.zeros(1)}) for _ in range(25))
+        2
+        """
+        if isinstance(model, nn.Module):
+            refuse_if_lent(model, "step was called")
+        due = self._schedule.due(loss)
+        self._num_steps += 1
+        if due:
+            self.collect(model)
+        return due
+
+    def average(
+        self,
+        k: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> dict[str, Tensor]:
+        """The mean of the window as a plain state dict: `model.load_state_dict(...)` takes it.
+
+        `k` averages only the k newest snapshots. Tensors have their own dtypes unless `dtype`
+        asks for another, lie where the snapshots do unless `device` does, and are yours.
+        """
+        n = self._window_size(k)
+        place = torch.device(device) if device is not None else None
+        out: dict[str, Tensor] = {}
+        for layout, wanted in ((self._window.averaged, dtype), (self._window.kept, None)):
+            for group in layout.groups:
+                home = torch.device("cpu") if self._window.on_host else group.device
+                for e in group.entries:
+                    out[e.name] = torch.empty_strided(
+                        e.shape,
+                        e.stride,
+                        dtype=_real_or_complex(group.dtype, wanted),
+                        device=place or home,
+                    )
+        with torch.no_grad():
+            self._window.mean_into(out, n, self._coefficients.weights(n))
+        out.update({alias: out[name] for alias, name in self._window.ties.items() if name in out})
+        return out
+
+    def swapped_into(self, model: nn.Module, k: int | None = None) -> AbstractContextManager[None]:
+        """Lend the mean to a model for a `with` block; its own values return, whatever happens.
+
+        Values are copied into the model's own tensors, so optimizers, compiled graphs and CUDA
+        graphs stay valid. Buffers return as well, so BatchNorm statistics may be re-estimated
+        inside the block. It costs one copy of the weights on their device while it lasts.
+        """
+        n = self._window_size(k)
+        targets = live_tensors(model)
+        for layout in (self._window.averaged, self._window.kept):
+            for name, (shape, _) in layout.signature().items():
+                if name not in targets:
+                    raise LayoutError(
+                        f"tensor {name!r} was collected and this model does not have it: swap into "
+                        "the model that was collected from."
+                    )
+                if targets[name].shape != shape:
+                    raise LayoutError(
+                        f"tensor {name!r} was collected with shape {tuple(shape)} and has "
+                        f"{tuple(targets[name].shape)} in this model."
+                    )
+        names = {*self._window.averaged.signature(), *self._window.kept.signature()}
+        used = {name: targets[name] for name in names}
+        weights = self._coefficients.weights(n)
+        return lend(model, used.values(), lambda: self._window.mean_into(used, n, weights))
+
+    def wait(self) -> None:
+        """Return when every snapshot is where it belongs: host memory, or the disk."""
+        self._window.wait()
+
+    def reset(self) -> None:
+        """Drop every snapshot and begin a new window; counters go on."""
+        self._window.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on exactly: plain values and tensors, safe to `torch.load`.
+
+        Like a module's, it refers to live memory: save it before the next `collect`, or copy it.
+        """
+        self._window.wait()
+        return averager_state.pack(self._counters(), self._window, k=self.k)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; nothing changes if it cannot be loaded.
+
+        Another `k`, store or storage dtype than it was saved with is fine: the newest snapshots
+        that fit are taken.
+        """
+        saved = averager_state.unpack(state)
+        kind = type(self._schedule).__name__
+        if saved.counters["schedule_kind"] != kind:
+            raise StateError(
+                f"the state was saved with the schedule {saved.counters['schedule_kind']} and this "
+                f"averager has {kind}: build it with the same one."
+            )
+        self._take_counters(saved.counters)
+        notes = {**self._counters(), "ties": saved.ties}
+        self._window.load(saved.contents, saved.dtypes, saved.ties, notes)
+
+    def _window_size(self, k: int | None) -> int:
+        if k is not None:
+            if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= self.k:
+                raise ConfigError(
+                    f"k={k!r}: the window holds {self.k} snapshots, so ask for 1 to {self.k}."
+                )
+            if k > len(self):
+                raise NotReadyError(
+                    f"{len(self)} snapshots were collected and the mean of {k} was asked for; "
+                    "collect more, or ask for fewer."
+                )
+            return k
+        if not self.ready:
+            if not len(self):
+                hint = "call averager.collect(model) first."
+            else:
+                hint = "check averager.ready, ask for average(k=...), or set before_full='average'."
+            raise NotReadyError(f"{len(self)} of {self.k} snapshots were collected; {hint}")
+        return len(self)
+
+    def _counters(self) -> dict[str, Any]:
+        return {
+            "num_steps": self._num_steps,
+            "num_collected": self._num_collected,
+            "schedule_kind": type(self._schedule).__name__,
+            "schedule": self._schedule.state_dict(),
+        }
+
+    def _take_counters(self, counters: Mapping[str, Any]) -> None:
+        if counters.get("schedule_kind") == type(self._schedule).__name__:
+            self._schedule.load_state_dict(dict(counters["schedule"]))
+        self._num_steps = int(counters["num_steps"])
+        self._num_collected = int(counters["num_collected"])
+
+
+def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if not any(value is c or (type(value) is type(c) and value == c) for c in choices):
+        wanted = ", ".join(repr(c) for c in choices)
+        raise ConfigError(f"{name}={value!r}: choose one of {wanted}.")
+
+
+def _real_or_complex(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    if wanted is None:
+        return own
+    return wanted.to_complex() if own.is_complex else wanted

@@ -1,0 +1,1 @@
+"""The `lawa` command: a file for each verb, loaded when it is called."""

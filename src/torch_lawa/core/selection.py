@@ -1,0 +1,215 @@
+"""Which tensors of a model are averaged, which are taken from the newest snapshot, and their names.
+
+Names are canonical: what DDP, `torch.compile` and activation checkpointing put in front never
+leaks. Tied weights have one name here, and the others are remembered as ties.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from torch_lawa.errors import LayoutError
+
+__all__ = ["BufferRule", "FrozenRule", "Selection", "Selector", "live_tensors", "unwrap"]
+
+BufferRule = Literal["newest", "average"]
+FrozenRule = Literal["keep", "omit"]
+
+# Wrapper classes of PyTorch and the one attribute under which each holds the real module.
+_WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+}
+_wrapper_attributes: "WeakKeyDictionary[type[nn.Module], str | None]" = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """The live tensors of one model, each once, by what happens to them."""
+
+    averaged: dict[str, Tensor]
+    kept: dict[str, Tensor]  # taken from the newest snapshot: integers, booleans, buffers, frozen
+    omitted: dict[str, Tensor]  # frozen, and not wanted at all
+    ties: dict[str, str]  # another name of a tensor -> the name it has above
+    known: bool = False  # whether these are the tensors, unchanged, of the selection before
+
+    def all(self) -> dict[str, Tensor]:
+        """Every tensor, whatever its rule."""
+        return {**self.averaged, **self.kept, **self.omitted}
+
+
+class Selector:
+    """Sorts the tensors of a module, or of a state dict, by their rule.
+
+    It remembers what the last model looked like, without holding on to its tensors, so that the
+    usual case (the same model again) costs one quick walk.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    >>> chosen = Selector()(model)
+    >>> list(chosen.averaged), list(chosen.kept)[:2]
+    (['0.weight', '0.bias', '1.weight', '1.bias'], ['1.running_mean', '1.running_var'])
+    """
+
+    def __init__(self, *, buffers: BufferRule = "newest", frozen: FrozenRule = "keep") -> None:
+        self._buffers, self._frozen = buffers, frozen
+        self._fingerprint: list[object] | None = None
+        self._places: list[dict[str, int]] = []
+        self._ties: dict[str, str] = {}
+
+    def __call__(self, source: nn.Module | Mapping[str, Tensor]) -> Selection:
+        """The selection of one model."""
+        if isinstance(source, nn.Module):
+            tensors = list(_tensors(source))
+        elif isinstance(source, Mapping):
+            tensors = list(source.values())
+        else:
+            raise LayoutError(
+                f"expected a module or a state dict, got {type(source).__name__}: pass the model "
+                "itself or model.state_dict()."
+            )
+        fingerprint = [_fingerprint(tensor) for tensor in tensors]
+        if not isinstance(source, nn.Module):
+            fingerprint.append(tuple(source))
+        known = fingerprint == self._fingerprint
+        if not known:
+            walked = _of_module(source) if isinstance(source, nn.Module) else _of_mapping(source)
+            self._sort(list(walked))
+            self._fingerprint = fingerprint
+        averaged, kept, omitted = (
+            {name: tensors[i] for name, i in places.items()} for places in self._places
+        )
+        return Selection(averaged, kept, omitted, self._ties, known)
+
+    def _sort(self, walked: list[tuple[str, Tensor, str]]) -> None:
+        self._fingerprint = None
+        averaged: dict[str, int] = {}
+        kept: dict[str, int] = {}
+        omitted: dict[str, int] = {}
+        ties: dict[str, str] = {}
+        seen: dict[object, str] = {}
+        for i, (name, tensor, kind) in enumerate(walked):
+            _check(name, tensor)
+            first = seen.setdefault(_identity(tensor), name)
+            if first != name:
+                ties[name] = first
+                continue
+            inexact = tensor.is_floating_point() or tensor.is_complex()
+            if inexact and (kind == "trained" or (kind == "buffer" and self._buffers == "average")):
+                averaged[name] = i
+            elif kind == "frozen" and self._frozen == "omit":
+                omitted[name] = i
+            else:
+                kept[name] = i
+        if not averaged:
+            raise LayoutError(
+                "there is nothing to average: the model has no trainable floating-point tensors. "
+                "Pass the module that is being trained, or a state dict with its weights."
+            )
+        self._places, self._ties = [averaged, kept, omitted], ties
+
+
+def live_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Canonical name -> live tensor, ties under their first name only."""
+    found: dict[object, tuple[str, Tensor]] = {}
+    for name, tensor, _ in _of_module(model):
+        found.setdefault(_identity(tensor), (name, tensor))
+    return dict(found.values())
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside DDP, `torch.compile` and the like."""
+    while (inside := _wrapped(module)) is not None:
+        module = inside
+    return module
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    attribute = _wrapper_attribute(type(module))
+    return None if attribute is None else module._modules.get(attribute)
+
+
+def _wrapper_attribute(cls: type[nn.Module]) -> str | None:
+    """By name, since importing the wrappers would load half of PyTorch."""
+    if cls not in _wrapper_attributes:
+        names = (c.__name__ for c in cls.__mro__ if c.__module__.startswith("torch."))
+        _wrapper_attributes[cls] = next((_WRAPPERS[n] for n in names if n in _WRAPPERS), None)
+    return _wrapper_attributes[cls]
+
+
+def _of_module(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor, str]]:
+    """Every parameter and persistent buffer with its canonical name, duplicates included."""
+    module = unwrap(module)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield prefix + name, parameter, "trained" if parameter.requires_grad else "frozen"
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield prefix + name, buffer, "buffer"
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _of_module(child, f"{prefix}{name}.")
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    """The tensors of `_of_module` in the same order, without the cost of their names."""
+    module = unwrap(module)
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            yield parameter
+    hidden = module._non_persistent_buffers_set
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in hidden:
+            yield buffer
+    for child in module._modules.values():
+        if child is not None:
+            yield from _tensors(child)
+
+
+def _fingerprint(tensor: Tensor) -> object:
+    """Changes whenever a tensor was replaced, moved, reshaped, frozen or unfrozen."""
+    if not isinstance(tensor, Tensor) or is_lazy(tensor):
+        return object()
+    return (
+        id(tensor), tensor.data_ptr(), tensor.requires_grad, tensor.dtype, tensor.shape,
+        tensor.stride(),
+    )  # fmt: skip
+
+
+def _of_mapping(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]]:
+    """The tensors of a state dict; all floating-point ones count as trained."""
+    strip = "module." if state and all(name.startswith("module.") for name in state) else ""
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            raise LayoutError(
+                f"{name!r} is a {type(tensor).__name__}, not a tensor: pass the model itself or "
+                "the flat state dict inside the checkpoint."
+            )
+        yield name[len(strip) :].replace("_orig_mod.", ""), tensor, "trained"
+
+
+def _identity(tensor: Tensor) -> object:
+    """Equal for tensors that are the same memory seen the same way."""
+    if tensor.numel() == 0:
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _check(name: str, tensor: Tensor) -> None:
+    problem = None
+    if is_lazy(tensor):
+        problem = "is not initialised yet (a lazy layer): run one forward pass first"
+    elif tensor.is_meta:
+        problem = "is on the meta device and has no values: materialise the model first"
+    elif tensor.layout != torch.strided or tensor.is_quantized:
+        problem = f"has layout {tensor.layout}: only dense tensors can be averaged"
+    elif hasattr(tensor, "device_mesh"):
+        problem = "is a DTensor: this version averages unsharded models"
+    if problem:
+        raise LayoutError(f"tensor {name!r} {problem}.")

@@ -1,0 +1,1 @@
+"""Raw and averaged weights, evaluated side by side."""

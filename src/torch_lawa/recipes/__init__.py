@@ -1,0 +1,1 @@
+"""Training recipes: the demo and the experiments of the paper."""

@@ -1,0 +1,1 @@
+"""Models that the recipes train, written out in plain PyTorch."""

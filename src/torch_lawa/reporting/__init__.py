@@ -1,0 +1,1 @@
+"""What averaging saved: tables and figures, made from metrics files alone."""

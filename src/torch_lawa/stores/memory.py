@@ -1,0 +1,199 @@
+"""Snapshots in memory: where the weights are (`DeviceStore`) or in host memory (`HostStore`).
+
+Buffers are allocated once and reused, so that a snapshot is a copy and nothing else.
+"""
+
+import warnings
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_lawa.stores.base import Buffer, Content, Layout, Snapshot, Store
+
+__all__ = ["DeviceStore", "HostStore", "Stage"]
+
+_CPU = torch.device("cpu")
+
+
+class DeviceStore(Store):
+    """The window on the same device as the weights: the fastest, and k copies of them."""
+
+    on_host = False
+
+    def open(self, averaged: Layout, kept: Layout, k: int) -> None:
+        """Forget what was there; buffers are made as snapshots come."""
+        self._averaged, self._kept, self._k = averaged, kept, k
+        self.clear()
+
+    def retarget(self, averaged: Layout, kept: Layout) -> None:
+        """Only a store on the host can take snapshots from elsewhere."""
+        raise AssertionError("a device store is refilled, not retargeted")
+
+    def clear(self) -> None:
+        """Drop every snapshot and its memory."""
+        self.snapshots, self.evicted = [], None
+        self._newest: list[Buffer] | None = None
+        self._buffers: dict[int, list[Buffer]] = {}
+        self._free: list[list[Buffer]] = []
+
+    def put(self, content: Content, notes: Mapping[str, Any]) -> None:
+        """Copy into a buffer that is free, or into a new one while the window grows."""
+        self._release()
+        buffers = self._free.pop() if self._free else self._allocate(self._averaged)
+        if self._newest is None:
+            self._newest = self._allocate(self._kept)
+        self._copy(self._averaged, buffers, content.averaged)
+        self._copy(self._kept, self._newest, content.kept)
+        self._buffers[content.snapshot.index] = buffers
+        self.snapshots.append(content.snapshot)
+
+    def flats(self, snapshot: Snapshot) -> list[Tensor]:
+        """The snapshot's buffers."""
+        self.wait()
+        return [buffer.flat for buffer in self._buffers[snapshot.index]]
+
+    def kept_flats(self) -> list[Tensor]:
+        """The kept tensors' buffers."""
+        self.wait()
+        assert self._newest is not None
+        return [buffer.flat for buffer in self._newest]
+
+    def wait(self) -> None:
+        """Nothing to wait for: the copies are on the caller's own stream."""
+
+    def describe(self) -> str:
+        """Where they are."""
+        return "device memory"
+
+    def _release(self) -> None:
+        """Make room for one more: the oldest leaves, or is set aside as `evicted`."""
+        if self.evicted is not None:
+            self._free.append(self._buffers.pop(self.evicted.index))
+            self.evicted = None
+        if len(self.snapshots) == self._k:
+            oldest = self.snapshots.pop(0)
+            if self.keep_evicted:
+                self.evicted = oldest
+            else:
+                self._free.append(self._buffers.pop(oldest.index))
+
+    def _allocate(self, layout: Layout) -> list[Buffer]:
+        return [Buffer(group) for group in layout.groups]
+
+    def _copy(self, layout: Layout, buffers: list[Buffer], tensors: Mapping[str, Tensor]) -> None:
+        for buffer in buffers:
+            buffer.fill(tensors)
+
+
+class HostStore(DeviceStore):
+    """The window in host memory. From a GPU it is filled behind the caller's back.
+
+    The caller's stream makes one device-to-device copy into a staging buffer and goes on; a
+    stream of our own carries the staging buffer to page-locked memory. The next snapshot waits,
+    on the GPU, until that is done.
+    """
+
+    on_host = True
+
+    def open(self, averaged: Layout, kept: Layout, k: int) -> None:
+        """Forget what was there, and stage the tensors that are on a GPU."""
+        super().open(averaged, kept, k)
+        self.retarget(averaged, kept)
+
+    def retarget(self, averaged: Layout, kept: Layout) -> None:
+        """Take coming snapshots from the devices of these layouts."""
+        self._averaged, self._kept = averaged, kept
+        self._stages = {id(layout): Stage(layout) for layout in (averaged, kept)}
+
+    def wait(self) -> None:
+        """Return when the last snapshot has reached host memory."""
+        for stage in self._stages.values():
+            stage.wait()
+
+    def describe(self) -> str:
+        """Where they are."""
+        return "host memory"
+
+    def _allocate(self, layout: Layout) -> list[Buffer]:
+        return self._stages[id(layout)].allocate()
+
+    def _copy(self, layout: Layout, buffers: list[Buffer], tensors: Mapping[str, Tensor]) -> None:
+        self._stages[id(layout)].copy(buffers, tensors)
+
+
+class Stage:
+    """Carries live tensors to flat buffers in host memory, without holding the caller."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._groups = layout.groups
+        self._staging: dict[int, Buffer] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._arrived: dict[torch.device, torch.cuda.Event] = {}
+
+    def allocate(self) -> list[Buffer]:
+        """Host buffers, page-locked where a GPU will write to them."""
+        buffers = [Buffer(group, _CPU) for group in self._groups]
+        for group, buffer in zip(self._groups, buffers, strict=True):
+            if group.device.type == "cuda":
+                _page_lock(buffer.flat, group.device)
+        return buffers
+
+    def copy(self, buffers: list[Buffer], tensors: Mapping[str, Tensor]) -> None:
+        """Order the copy of `tensors` into `buffers`."""
+        for i, (group, buffer) in enumerate(zip(self._groups, buffers, strict=True)):
+            if group.device.type != "cuda":
+                buffer.fill(tensors)
+                continue
+            stream = self._stream(group.device)
+            if i not in self._staging:
+                self._staging[i] = Buffer(group)
+                self._staging[i].flat.record_stream(stream)
+            staging = self._staging[i]
+            caller = torch.cuda.current_stream(group.device)
+            if group.device in self._arrived:
+                caller.wait_event(self._arrived[group.device])
+            staging.fill(tensors)
+            stream.wait_stream(caller)
+            with torch.cuda.stream(stream):
+                buffer.flat.copy_(staging.flat, non_blocking=True)
+        for device, stream in self._streams.items():
+            self._arrived[device] = stream.record_event()
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
+
+    def wait(self) -> None:
+        """Return when the last copy has arrived."""
+        for event in self._arrived.values():
+            event.synchronize()
+
+
+def _page_lock(flat: Tensor, device: torch.device) -> None:
+    """Lock ordinary memory for the copy engine of `device`.
+
+    PyTorch's own pinned allocator rounds every buffer up to a power of two; registering memory of
+    the right size does not waste up to half of it.
+    """
+    if flat.numel() == 0:
+        return
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    address = flat.data_ptr()
+    code = int(runtime.cudaHostRegister(address, flat.numel() * flat.element_size(), 0))
+    if code != 0:
+        warnings.warn(
+            f"host memory for a snapshot could not be page-locked (CUDA error {code}; is locked "
+            "memory limited?): collect will hold the caller until the copy is done.",
+            stacklevel=2,
+        )
+        return
+
+    def unlock() -> None:
+        torch.cuda.synchronize(device)  # a copy into this memory may still be under way
+        runtime.cudaHostUnregister(address)
+
+    weakref.finalize(flat, unlock).atexit = False

@@ -1,0 +1,46 @@
+"""Lending averaged weights to a model: by `copy_` into its own tensors, and always back."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from torch_lawa.core.selection import unwrap
+from torch_lawa.errors import SwapError
+
+__all__ = ["lend", "refuse_if_lent"]
+
+_lent: dict[int, nn.Module] = {}  # by id: a module may define its own equality
+
+
+def refuse_if_lent(model: nn.Module, act: str) -> None:
+    """Raise where `model` holds averaged weights right now."""
+    if id(unwrap(model)) in _lent:
+        raise SwapError(
+            f"{act} while the model holds averaged weights: leave the `with "
+            "averager.swapped_into(model)` block first."
+        )
+
+
+@contextlib.contextmanager
+def lend(model: nn.Module, tensors: Iterable[Tensor], write: Callable[[], None]) -> Iterator[None]:
+    """Call `write`, which changes `tensors` and maybe buffers of `model`; undo it at the end.
+
+    Undone are the given tensors and all buffers, also those that only the block changed.
+    """
+    refuse_if_lent(model, "swapped_into was called")
+    inner = unwrap(model)
+    touched = {id(t): t for t in (*tensors, *inner.buffers())}.values()
+    with torch.no_grad():
+        before = [(t, t.detach().clone(memory_format=torch.preserve_format)) for t in touched]
+    _lent[id(inner)] = inner
+    try:
+        with torch.no_grad():
+            write()
+        yield
+    finally:
+        del _lent[id(inner)]
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
