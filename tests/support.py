@@ -81,7 +81,9 @@ def small_net() -> nn.Module:
 def shake(model: nn.Module, scale: float = 1.0) -> dict[str, Tensor]:
     """Change every float tensor at random, as training would; a copy of the state."""
     with torch.no_grad():
-        for tensor in model.state_dict().values():
+        for name, tensor in model.state_dict().items():
             if tensor.is_floating_point():
                 tensor.normal_(std=scale)
+            if name.endswith("running_var"):
+                tensor.abs_()
     return {name: t.clone() for name, t in model.state_dict().items()}

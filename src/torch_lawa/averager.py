@@ -44,8 +44,8 @@ class LatestWeightAverager:
         store: "host" memory (filled asynchronously from a GPU), the model's "device", or a
             `DiskStore(folder)`.
         storage_dtype: Keep snapshots in `torch.bfloat16` or `torch.float16` to halve their memory.
-            Each stored value is then rounded, by up to 0.2 % in bfloat16 (2**-9) and 0.05 % in
-            float16 (2**-12, and nothing beyond 65,504); the mean of k is off by about 1/sqrt(k) of
+            Each stored value is then rounded, by up to 0.4 % in bfloat16 (2**-8) and 0.05 % in
+            float16 (2**-11, and nothing beyond 65,504); the mean of k is off by about 1/sqrt(k) of
             that. Sums stay float64.
         buffers: Floating-point buffers, such as BatchNorm statistics: from the "newest" snapshot,
             or "average" them. Use `recalibrate_batch_norm` to re-estimate them.

@@ -53,7 +53,9 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=150)
 @given(data=st.data())
-def test_same_bits_as_adding_up_afresh_on_any_input(dtype: torch.dtype, data: st.DataObject) -> None:
+def test_same_bits_as_adding_up_afresh_on_any_input(
+    dtype: torch.dtype, data: st.DataObject
+) -> None:
     k, n = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 12))
     length = data.draw(st.integers(1, 14))
     stream = [

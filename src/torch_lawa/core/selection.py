@@ -174,7 +174,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 def _fingerprint(tensor: Tensor) -> object:
     """Changes whenever a tensor was replaced, moved, reshaped, frozen or unfrozen."""
-    if not isinstance(tensor, Tensor) or is_lazy(tensor):
+    if not isinstance(tensor, Tensor) or is_lazy(tensor) or tensor.layout != torch.strided:
         return object()
     return (
         id(tensor), tensor.data_ptr(), tensor.requires_grad, tensor.dtype, tensor.shape,

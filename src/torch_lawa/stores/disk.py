@@ -56,6 +56,7 @@ class DiskStore(Store):
         self._pending: Future[None] | None = None
         self._files: dict[int, str] = {}  # snapshot index -> file
         self._kept_file: str | None = None
+        self._surplus: set[str] = set()  # in the manifest, but more than k: go with the next put
         self._serial = 0
         self._maps: dict[str, list[Tensor]] = {}
         self._lock: int | None = None
@@ -84,7 +85,9 @@ class DiskStore(Store):
         for name, layout in [*((f, averaged) for f in files.values()), (self._kept_file, kept)]:
             self._verify(name, layout)
         self._averaged, self._kept, self._k = averaged, kept, k
-        self.snapshots, self._files = snapshots[-k:], files
+        self.snapshots = snapshots[-k:]
+        self._files = {s.index: files[s.index] for s in self.snapshots}
+        self._surplus = {files[s.index] for s in snapshots[:-k]}
         self.retarget(averaged, kept)
         self._sweep()
         return Found(averaged, kept, notes)
@@ -116,7 +119,7 @@ class DiskStore(Store):
     ) -> None:
         """Write the whole new window first; then one manifest puts it in place."""
         self.wait()
-        before = set(self._used())
+        before, self._surplus = set(self._used()), set()
         self._averaged, self._kept, self._k = averaged, kept, k
         self.snapshots, self.evicted, self._files, self._kept_file = [], None, {}, None
         self._maps = {}
@@ -155,7 +158,7 @@ class DiskStore(Store):
         with contextlib.suppress(FileNotFoundError):
             (self.folder / _MANIFEST).unlink()
         self.snapshots, self.evicted, self._files, self._kept_file = [], None, {}, None
-        self._maps = {}
+        self._maps, self._surplus = {}, set()
         self._sweep()
 
     def describe(self) -> str:
@@ -171,8 +174,10 @@ class DiskStore(Store):
         ):
             stage.copy(buffers, tensors)
         before = (list(self.snapshots), self.evicted, dict(self._files), self._kept_file)
-        gone = {self._files.pop(self.evicted.index)} if self.evicted is not None else set()
-        self.evicted = None
+        gone, self._surplus = self._surplus, set()
+        if self.evicted is not None:
+            gone.add(self._files.pop(self.evicted.index))
+            self.evicted = None
         while len(self.snapshots) >= self._k:
             oldest = self.snapshots.pop(0)
             if self.keep_evicted:
@@ -247,7 +252,8 @@ class DiskStore(Store):
         )
 
     def _used(self) -> list[str]:
-        return [*self._files.values(), *([self._kept_file] if self._kept_file else [])]
+        kept = [self._kept_file] if self._kept_file else []
+        return [*self._files.values(), *kept, *self._surplus]
 
     def _mapped(self, name: str, layout: Layout) -> list[Tensor]:
         if name not in self._maps:

@@ -23,6 +23,10 @@ class DeviceStore(Store):
 
     on_host = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.open(Layout(()), Layout(()), 1)
+
     def open(self, averaged: Layout, kept: Layout, k: int) -> None:
         """Forget what was there; buffers are made as snapshots come."""
         self._averaged, self._kept, self._k = averaged, kept, k

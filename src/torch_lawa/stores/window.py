@@ -57,6 +57,7 @@ class Window:
     def put(self, snapshot: Snapshot, selection: Selection, notes: Mapping[str, Any]) -> None:
         """Take one snapshot of a model."""
         if not (selection.known and self._bound):
+            self._bound = False  # until it was checked: a bad model stays bad the second time
             self._bind(selection, notes)
         tensors = selection.all()
         content = Content(

@@ -1,0 +1,136 @@
+"""Re-estimated BatchNorm statistics, against ones computed by hand."""
+
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torch_lawa import recalibrate_batch_norm
+from torch_lawa.errors import BatchNormError
+
+
+def batches(*sizes: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(n, 3, generator=generator) * 2 + 1 for n in sizes]
+
+
+def expected(data: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    total = sum(len(x) for x in data)
+    mean = sum(len(x) * x.double().mean(0) for x in data) / total
+    var = sum(len(x) * x.double().var(0, unbiased=True) for x in data) / total
+    return mean, var  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("num_batches", [None, 1, 2, 10])
+def test_statistics_are_the_average_weighted_by_batch_size(num_batches: int | None) -> None:
+    data = batches(16, 16, 4)
+    model = nn.BatchNorm1d(3, momentum=0.3)
+    used = recalibrate_batch_norm(model, data, num_batches)
+    assert used == min(num_batches or 3, 3)
+    mean, var = expected(data[:used])
+    torch.testing.assert_close(model.running_mean.double(), mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model.running_var.double(), var, rtol=1e-5, atol=1e-6)
+    assert model.momentum == 0.3
+
+
+Pair = namedtuple("Pair", ["inputs", "labels"])
+
+
+class Keyword(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, inputs: torch.Tensor, labels: Any = None) -> torch.Tensor:
+        return self.norm(inputs)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda x: x,
+        lambda x: (x, torch.zeros(len(x))),
+        lambda x: [x, "names", 3],
+        lambda x: {"inputs": x, "labels": torch.zeros(len(x))},
+        lambda x: Pair(x, torch.zeros(len(x))),
+    ],
+)
+def test_batches_of_every_kind(wrap) -> None:  # type: ignore[no-untyped-def]
+    data = batches(8, 8)
+    model = Keyword()
+    assert recalibrate_batch_norm(model, [wrap(x) for x in data]) == 2
+    torch.testing.assert_close(
+        model.norm.running_mean.double(), expected(data)[0], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_anything_else_through_forward() -> None:
+    data = batches(8, 8)
+    model = nn.BatchNorm1d(3)
+
+    class Batch:
+        def __init__(self, x: torch.Tensor) -> None:
+            self.x = x
+
+    with pytest.raises(BatchNormError, match=r"type Batch .* forward="):
+        recalibrate_batch_norm(model, [Batch(x) for x in data])
+    recalibrate_batch_norm(model, [Batch(x) for x in data], forward=lambda m, b: m(b.x))
+    torch.testing.assert_close(model.running_mean.double(), expected(data)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_modes_momenta_and_other_layers_are_left_alone() -> None:
+    model = nn.Sequential(
+        nn.Dropout(0.5),
+        nn.BatchNorm1d(3, momentum=None),
+        nn.InstanceNorm1d(3, track_running_stats=True),
+        nn.BatchNorm1d(3, momentum=0.2),
+    )
+    model.eval()
+    model[3].train()
+    instance = {n: t.clone() for n, t in model[2].state_dict().items()}
+    recalibrate_batch_norm(
+        model, [torch.randn(4, 3, 6) for _ in range(2)], forward=lambda m, x: m(x)
+    )
+    assert [m.training for m in model] == [False, False, False, True]
+    assert not model.training
+    assert (model[1].momentum, model[3].momentum) == (None, 0.2)
+    for name, value in model[2].state_dict().items():
+        assert torch.equal(value, instance[name])
+
+
+def test_dropout_is_off_while_estimating() -> None:
+    data = batches(32)
+    model = nn.Sequential(nn.Dropout(0.9), nn.BatchNorm1d(3))
+    model.train()
+    recalibrate_batch_norm(model, data)
+    torch.testing.assert_close(
+        model[1].running_mean.double(), expected(data)[0], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_model_without_batch_norm_costs_nothing() -> None:
+    class Untouchable:
+        def __iter__(self) -> Any:
+            raise AssertionError("the loader was touched")
+
+    assert recalibrate_batch_norm(nn.Linear(2, 2), Untouchable()) == 0
+    assert recalibrate_batch_norm(nn.BatchNorm1d(2, track_running_stats=False), Untouchable()) == 0
+
+
+def test_an_empty_loader_and_a_failing_forward_leave_the_statistics() -> None:
+    model = nn.BatchNorm1d(3, momentum=0.3)
+    model.running_mean.fill_(4.0)
+    model.num_batches_tracked.fill_(9)
+    with pytest.raises(BatchNormError, match="gave no batches"):
+        recalibrate_batch_norm(model, iter([]))
+    with pytest.raises(RuntimeError):
+        recalibrate_batch_norm(model, [torch.randn(4, 3), torch.randn(4, 5)])
+    with pytest.raises(BatchNormError, match="num_batches=0"):
+        recalibrate_batch_norm(model, batches(4), 0)
+    assert model.running_mean.tolist() == [4.0] * 3
+    assert model.running_var.tolist() == [1.0] * 3
+    assert model.num_batches_tracked.item() == 9
+    assert model.momentum == 0.3
+    assert model.training

@@ -1,0 +1,167 @@
+"""Lending the mean to a model: always returned, nothing rebound, nothing nested."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import assert_same_state, shake, small_net
+from torch import nn
+
+from torch_lawa import LatestWeightAverager, recalibrate_batch_norm
+from torch_lawa.errors import LayoutError, NotReadyError, SwapError
+
+
+def trained(k: int = 2) -> tuple[nn.Module, LatestWeightAverager]:
+    model = small_net()
+    averager = LatestWeightAverager(k=k)
+    for _ in range(k):
+        shake(model)
+        averager.collect(model)
+    shake(model)
+    return model, averager
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: t.clone() for name, t in model.state_dict().items()}
+
+
+def test_the_model_holds_the_mean_inside_and_its_own_weights_after() -> None:
+    model, averager = trained()
+    before, tensors = state(model), dict(model.state_dict(keep_vars=True).items())
+    with averager.swapped_into(model):
+        assert_same_state(state(model), averager.average())
+    assert_same_state(state(model), before)
+    after = model.state_dict(keep_vars=True)
+    assert all(after[name] is tensors[name] for name in tensors)  # the very same tensors
+
+
+@given(error=st.sampled_from([ValueError, KeyboardInterrupt, SystemExit, GeneratorExit]))
+def test_any_exception_restores(error: type[BaseException]) -> None:
+    model, averager = trained()
+    before = state(model)
+    with pytest.raises(error), averager.swapped_into(model):
+        with torch.no_grad():
+            model[4].weight.zero_()
+        raise error
+    assert_same_state(state(model), before)
+    with averager.swapped_into(model):  # and it can be lent again
+        pass
+
+
+def test_failing_while_writing_restores(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, averager = trained()
+    before = state(model)
+    original = averager._window.mean_into
+
+    def broken(targets, n, weights):  # type: ignore[no-untyped-def]
+        original(targets, n, weights)
+        raise MemoryError
+
+    monkeypatch.setattr(averager._window, "mean_into", broken)
+    with pytest.raises(MemoryError), averager.swapped_into(model):
+        pass
+    assert_same_state(state(model), before)
+
+
+def test_buffers_changed_inside_return() -> None:
+    model, averager = trained()
+    model[1].register_buffer("hidden", torch.zeros(2), persistent=False)
+    before = state(model)
+    with averager.swapped_into(model):
+        recalibrate_batch_norm(model, [torch.randn(4, 1, 8, 8) for _ in range(3)])
+        model[1].hidden.fill_(5)
+        assert not torch.equal(model[1].running_mean, before["1.running_mean"])
+    assert_same_state(state(model), before)
+    assert model[1].hidden.tolist() == [0.0, 0.0]
+
+
+def test_nesting_is_refused_and_harmless() -> None:
+    model, averager = trained()
+    before = state(model)
+    with averager.swapped_into(model):
+        inside = state(model)
+        with pytest.raises(SwapError, match="leave the `with"), averager.swapped_into(model):
+            pass
+        compiled = torch.compile(model, backend="eager")
+        with pytest.raises(SwapError), averager.swapped_into(compiled):  # type: ignore[arg-type]
+            pass
+        assert_same_state(state(model), inside)
+        other = small_net()
+        with averager.swapped_into(other):  # another model is another matter
+            assert_same_state(state(other), inside)
+    assert_same_state(state(model), before)
+
+
+def test_collecting_averaged_weights_is_refused() -> None:
+    model, averager = trained()
+    with averager.swapped_into(model):
+        with pytest.raises(SwapError, match="collect was called"):
+            averager.collect(model)
+        with pytest.raises(SwapError, match="step was called"):
+            averager.step(model)
+    assert averager.num_collected == 2
+
+
+def test_refused_before_anything_was_collected() -> None:
+    with pytest.raises(NotReadyError, match="0 of 2 snapshots"):
+        LatestWeightAverager(k=2).swapped_into(nn.Linear(1, 1))
+
+
+def test_another_models_tensors_are_named() -> None:
+    _, averager = trained()
+    with pytest.raises(LayoutError, match=r"'0.weight' was collected and this model does not"):
+        averager.swapped_into(nn.Linear(1, 1))
+    wider = small_net()
+    wider[4] = nn.Linear(4 * 36, 5)
+    with pytest.raises(LayoutError, match=r"'4.weight' was collected with shape \(3, 144\)"):
+        averager.swapped_into(wider)
+
+
+def test_a_smaller_window_can_be_lent() -> None:
+    model, averager = trained(k=3)
+    with averager.swapped_into(model, k=2):
+        assert_same_state(state(model), averager.average(k=2))
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.AdamW])
+def test_training_goes_on_as_if_nothing_had_happened(
+    optimizer_class: type[torch.optim.Optimizer],
+) -> None:
+    def run(swap: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(5)
+        model = small_net()
+        options = {"momentum": 0.9} if optimizer_class is torch.optim.SGD else {}
+        optimizer = optimizer_class(model.parameters(), lr=0.01, **options)  # type: ignore[call-arg]
+        averager = LatestWeightAverager(k=2)
+        data = torch.Generator().manual_seed(1)
+        for _ in range(6):
+            loss = model(torch.randn(8, 1, 8, 8, generator=data)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            averager.collect(model)
+            if swap and averager.ready:
+                with averager.swapped_into(model), torch.inference_mode():
+                    model.eval()
+                    model(torch.zeros(2, 1, 8, 8))
+                    model.train()
+        return state(model)
+
+    assert_same_state(run(swap=True), run(swap=False))
+
+
+def test_compiled_graphs_stay_valid() -> None:
+    """No recompilation, and the compiled model sees the lent weights."""
+    model, averager = trained()
+    model.eval()
+    x = torch.randn(2, 1, 8, 8)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        raw = compiled(x)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            with averager.swapped_into(model):
+                lent = compiled(x)
+                assert torch.equal(lent, model(x))
+            assert torch.equal(compiled(x), raw)
+    assert not torch.equal(lent, raw)
