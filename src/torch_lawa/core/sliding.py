@@ -1,43 +1,35 @@
 """The paper's circular queue: a float64 sum that follows the window at a cost independent of k.
 
 Subtracting the snapshot that left and adding the one that came is exact as long as no rounding
-happens, and then the sum has the very bits of adding the window up afresh. Where rounding could
-happen the sum is not trusted but added up afresh:
+happens, and then the sum has the very bits of adding the window up afresh. Rounding cannot happen
+where every value of the window is zero or lies between `bound * k * 2**(p - 53)` and `bound`, with
+p the bits of the significand: any partial sum is then a multiple of the smallest value's last bit
+and less than 2**53 of them.
 
-* single values so small beside their block's largest that the sum could need more than 53 bits
-  ("rough": about one in 10**7, found when they arrive), and every negative zero, whose sign a
-  subtraction loses;
-* whole blocks that hold NaN or Inf, or whose values grew past the bound they were checked against.
-
-So `SlidingSum` is always the sum that `mean_blocks` would make, bit for bit, on any input.
+So each row of 64 values has a bound, and every snapshot is screened against it when it arrives. A
+row where a value fell outside is distrusted and added up afresh until that snapshot has left the
+window: NaN and Inf, values that grew, one in some 10**7 that are tiny, and negative zeros, whose
+sign a subtraction loses. `SlidingSum` therefore has the bits that `mean_blocks` would make, on any
+input.
 """
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from torch_lawa.core.mean import block_length
+from torch_lawa.core.mean import block_length, divide
 
 __all__ = ["SlidingSum"]
 
 # Bits of the significand, the hidden one counted.
 _PRECISION = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 
-_ROUGH_SHARE = 16  # a block with more than 1/16 rough values is summed afresh as a whole
+_ROW = 64
+_ROOM = 1.5  # how far values may grow before their row is distrusted for a while
+_SLACK = 256.0  # a bound this many times too large is lowered, so that a spike is forgotten
 
 
-@dataclass
-class _Block:
-    """What is known of one block: the bound its values were checked against."""
-
-    bound: float = -1.0  # every value of the window is at most this; -1: sum afresh
-    num_rough: int = 0
-
-
-@dataclass
 class SlidingSum:
     """The float64 sum of the window over one flat group of values.
 
@@ -48,11 +40,10 @@ class SlidingSum:
     [(0, [1.5])]
     """
 
-    k: int
-    ids: tuple[int, ...] = ()
-    _sum: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
-    _blocks: list[_Block] = field(default_factory=list)
-    _rough: dict[int, list[Tensor]] = field(default_factory=dict)  # snapshot id -> positions
+    def __init__(self, k: int) -> None:
+        self.ids: tuple[int, ...] = ()
+        self._k = k
+        self._sum = torch.empty(0, dtype=torch.float64)
 
     @staticmethod
     def supports(dtype: torch.dtype) -> bool:
@@ -70,98 +61,81 @@ class SlidingSum:
     def rebuild(self, ids: Sequence[int], window: Sequence[Tensor]) -> None:
         """Add the whole window up afresh."""
         flat = window[0]
+        num_rows, device = flat.numel() // _ROW, flat.device
         self.ids = tuple(ids)
-        self._rough = {}
-        self._length = min(block_length(flat.device), max(flat.numel(), 1))
-        if self._sum.shape != flat.shape or self._sum.device != flat.device:
-            self._sum = torch.empty(flat.numel(), dtype=torch.float64, device=flat.device)
-        self._blocks = [_Block() for _ in range(0, flat.numel(), self._length)]
-        for index in range(len(self._blocks)):
-            self._rebuild_block(index, window)
-        self._repair(window, [])
+        if self._sum.shape != flat.shape or self._sum.device != device:
+            self._sum = torch.empty(flat.numel(), dtype=torch.float64, device=device)
+        self._bound = torch.zeros(num_rows, dtype=torch.float64, device=device)
+        self._until = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
+        for part in self._parts():
+            total = self._sum[part].copy_(window[0][part])
+            for snapshot in window[1:]:
+                total.add_(snapshot[part])
+            for id_, snapshot in zip(ids, window, strict=True):
+                self._screen(part, snapshot[part], id_, first=id_ == ids[0])
 
     def slide(self, ids: Sequence[int], window: Sequence[Tensor], leaving: Tensor | None) -> None:
         """Follow the window by one snapshot: `window[-1]` came, `leaving` (if any) left."""
-        left = () if leaving is None else (self.ids[0],)
+        oldest_touched = self.ids[0]
         self.ids = tuple(ids)
-        freed = [positions for id_ in left for positions in self._rough.pop(id_, [])]
-        for index, block in enumerate(self._blocks):
-            part = self._part(index)
-            newest = window[-1][part]
-            if block.bound < 0 or not self._admit(block, newest, part.start, ids[-1]):
-                self._rebuild_block(index, window)
-                continue
-            total = self._sum[part]
+        for part in self._parts():
+            total, newest = self._sum[part], window[-1][part]
             if leaving is not None:
                 total.sub_(leaving[part])
             total.add_(newest)
-        self._repair(window, freed)
+            self._screen(part, newest, ids[-1])
+        self._refresh((self._until >= oldest_touched).nonzero().flatten(), window)
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield `(offset, float64 mean)` block by block, in scratch memory like `mean_blocks`."""
-        scratch = torch.empty(self._length, dtype=torch.float64, device=self._sum.device)
-        for index in range(len(self._blocks)):
-            part = self._part(index)
+        scratch = torch.empty_like(self._sum[: block_length(self._sum.device)])
+        for part in self._parts():
             mean = scratch[: part.stop - part.start]
-            yield part.start, torch.div(self._sum[part], len(self.ids), out=mean)
+            yield part.start, divide(self._sum[part], float(len(self.ids)), out=mean)
 
-    def _part(self, index: int) -> slice:
-        start = index * self._length
-        return slice(start, min(start + self._length, self._sum.numel()))
+    def _parts(self) -> Iterator[slice]:
+        """Blocks of whole rows; only the last one may end inside a row."""
+        numel = self._sum.numel()
+        length = max(block_length(self._sum.device) // _ROW, 1) * _ROW
+        for start in range(0, numel, length):
+            yield slice(start, min(start + length, numel))
 
-    def _admit(self, block: _Block, values: Tensor, start: int, id_: int) -> bool:
-        """Note the rough values of a new snapshot; False where the block must be summed afresh."""
-        size = values.abs()
-        low, high = (bound.item() for bound in torch.aminmax(size))
-        if not high <= block.bound:  # NaN fails too
-            return False
-        tiny = block.bound * self.k * 2.0 ** (_PRECISION[values.dtype] - 53)
-        if low > tiny:
-            return True
-        # By its bits, so that -0.0 counts as rough and +0.0 does not.
-        bits = values.view(torch.int32 if values.element_size() == 4 else torch.int16)
-        rough = ((size <= tiny) & (bits != 0)).nonzero().flatten()
-        if rough.numel():
-            block.num_rough += rough.numel()
-            if block.num_rough > max(values.numel() // _ROUGH_SHARE, 16):
-                return False
-            self._rough.setdefault(id_, []).append(rough + start)
-        return True
+    def _screen(self, part: slice, values: Tensor, id_: int, *, first: bool = False) -> None:
+        """Distrust, until snapshot `id_` has left, the rows where its values are out of bounds.
 
-    def _rebuild_block(self, index: int, window: Sequence[Tensor]) -> None:
-        part, block = self._part(index), self._blocks[index]
-        total = self._sum[part]
-        total.copy_(window[0][part])
-        for snapshot in window[1:]:
-            total.add_(snapshot[part])
-        self._forget(part)
-        block.num_rough = 0
-        high = max(float(snapshot[part].abs().max()) for snapshot in window)
-        # The next power of two leaves room to grow, so that slow drift does not rebuild each time.
-        block.bound = math.ldexp(1.0, math.frexp(high)[1]) if math.isfinite(high) else -1.0
-        if block.bound >= 0.0 and not all(
-            self._admit(block, snapshot[part], part.start, id_)
-            for id_, snapshot in zip(self.ids, window, strict=True)
-        ):
-            self._forget(part)
-            block.bound = -1.0
-
-    def _forget(self, part: slice) -> None:
-        """Drop the rough positions of one block: it is summed afresh as a whole."""
-        for id_, lists in list(self._rough.items()):
-            kept = [p for p in lists if not part.start <= int(p[0]) < part.stop]
-            if kept:
-                self._rough[id_] = kept
-            else:
-                del self._rough[id_]
-
-    def _repair(self, window: Sequence[Tensor], freed: list[Tensor]) -> None:
-        """Add up afresh the rough values of the window, and those a leaving snapshot had."""
-        lists = [p for positions in self._rough.values() for p in positions] + freed
-        if not lists:
+        The `first` one of a window sets the bounds and is out of them only where not finite.
+        """
+        rows = slice(part.start // _ROW, part.stop // _ROW)
+        bound, until = self._bound[rows], self._until[rows]
+        if not bound.numel():
             return
-        positions = torch.cat(lists)
-        total = window[0][positions].double()
+        size = values[: bound.numel() * _ROW].view(-1, _ROW).abs()
+        high, low = size.amax(1).double(), size.amin(1).double()
+        # Not finite: a bound of zero, which the next snapshot changes.
+        roomy = torch.where(high.isfinite(), high * _ROOM, 0.0)
+        if first:
+            bound.copy_(roomy)
+        fits = (high <= bound) & (high * _SLACK >= bound)  # NaN does not fit
+        bound.copy_(torch.where(fits, bound, roomy))
+        until.masked_fill_(~fits, id_)
+        smallest = self._k * 2.0 ** (_PRECISION[values.dtype] - 53)
+        doubtful = (fits & (low <= bound * smallest)).nonzero().flatten()
+        if doubtful.numel():
+            # Bits, not values: +0.0 does no harm and -0.0 does.
+            kind = torch.int32 if values.element_size() == 4 else torch.int16
+            bits = values[: bound.numel() * _ROW].view(kind).view(-1, _ROW)[doubtful]
+            tiny = size[doubtful].double() <= (bound[doubtful] * smallest).unsqueeze(1)
+            until[doubtful[(tiny & (bits != 0)).any(1)]] = id_
+
+    def _refresh(self, rows: Tensor, window: Sequence[Tensor]) -> None:
+        """Add up afresh the given rows, and the end that fills no row."""
+        end = self._sum.numel() // _ROW * _ROW
+        for some in rows.split(max(block_length(self._sum.device) // _ROW, 1)):
+            if some.numel():
+                total = window[0][:end].view(-1, _ROW)[some].double()
+                for snapshot in window[1:]:
+                    total.add_(snapshot[:end].view(-1, _ROW)[some])
+                self._sum[:end].view(-1, _ROW)[some] = total
+        tail = self._sum[end:].copy_(window[0][end:])
         for snapshot in window[1:]:
-            total.add_(snapshot[positions])
-        self._sum[positions] = total
+            tail.add_(snapshot[end:])
