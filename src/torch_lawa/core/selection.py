@@ -7,7 +7,7 @@ leaks. Tied weights have one name here, and the others are remembered as ties.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,11 @@ _WRAPPERS = {
     "OptimizedModule": "_orig_mod",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
 }
-_wrapper_attributes: "WeakKeyDictionary[type[nn.Module], str | None]" = WeakKeyDictionary()
+_wrapper_attributes: dict[type[nn.Module], str | None] = {}
+
+# What must not have changed for a tensor to be the one seen before. Its layout may: copying goes
+# by position.
+_Seen = tuple["ref[Tensor]", int, torch.Size, bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,36 +63,34 @@ class Selector:
 
     def __init__(self, *, buffers: BufferRule = "newest", frozen: FrozenRule = "keep") -> None:
         self._buffers, self._frozen = buffers, frozen
-        self._fingerprint: list[object] | None = None
+        self._seen: list[_Seen] | None = None
         self._places: list[dict[str, int]] = []
         self._ties: dict[str, str] = {}
 
     def __call__(self, source: nn.Module | Mapping[str, Tensor]) -> Selection:
         """The selection of one model."""
+        known = False
         if isinstance(source, nn.Module):
-            tensors = list(_tensors(source))
+            tensors = _tensors(source)
+            known = _unchanged(tensors, self._seen)
+            if not known:
+                self._sort(list(_of_module(source)))
+                self._seen = [_note(tensor) for tensor in tensors]
         elif isinstance(source, Mapping):
             tensors = list(source.values())
+            self._sort(list(_of_mapping(source)))
         else:
             raise LayoutError(
                 f"expected a module or a state dict, got {type(source).__name__}: pass the model "
                 "itself or model.state_dict()."
             )
-        fingerprint = [_fingerprint(tensor) for tensor in tensors]
-        if not isinstance(source, nn.Module):
-            fingerprint.append(tuple(source))
-        known = fingerprint == self._fingerprint
-        if not known:
-            walked = _of_module(source) if isinstance(source, nn.Module) else _of_mapping(source)
-            self._sort(list(walked))
-            self._fingerprint = fingerprint
         averaged, kept, omitted = (
             {name: tensors[i] for name, i in places.items()} for places in self._places
         )
         return Selection(averaged, kept, omitted, self._ties, known)
 
     def _sort(self, walked: list[tuple[str, Tensor, str]]) -> None:
-        self._fingerprint = None
+        self._seen = None
         averaged: dict[str, int] = {}
         kept: dict[str, int] = {}
         omitted: dict[str, int] = {}
@@ -157,29 +159,38 @@ def _of_module(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tenso
             yield from _of_module(child, f"{prefix}{name}.")
 
 
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
+def _tensors(module: nn.Module) -> list[Tensor]:
     """The tensors of `_of_module` in the same order, without the cost of their names."""
-    module = unwrap(module)
-    for parameter in module._parameters.values():
-        if parameter is not None:
-            yield parameter
-    hidden = module._non_persistent_buffers_set
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in hidden:
-            yield buffer
-    for child in module._modules.values():
-        if child is not None:
-            yield from _tensors(child)
+    found: list[Tensor] = []
+    todo: list[nn.Module] = [module]
+    while todo:
+        module = unwrap(todo.pop())
+        found.extend(p for p in module._parameters.values() if p is not None)
+        if module._buffers:
+            hidden = module._non_persistent_buffers_set
+            found.extend(
+                b for name, b in module._buffers.items() if b is not None and name not in hidden
+            )
+        if module._modules:
+            todo.extend(m for m in reversed(module._modules.values()) if m is not None)
+    return found
 
 
-def _fingerprint(tensor: Tensor) -> object:
-    """Changes whenever a tensor was replaced, moved, reshaped, frozen or unfrozen."""
-    if not isinstance(tensor, Tensor) or is_lazy(tensor) or tensor.layout != torch.strided:
-        return object()
-    return (
-        id(tensor), tensor.data_ptr(), tensor.requires_grad, tensor.dtype, tensor.shape,
-        tensor.stride(),
-    )  # fmt: skip
+def _note(tensor: Tensor) -> _Seen:
+    return ref(tensor), tensor.data_ptr(), tensor.shape, tensor.requires_grad
+
+
+def _unchanged(tensors: list[Tensor], seen: list[_Seen] | None) -> bool:
+    """Whether every tensor is the one seen before: not replaced, moved, reshaped, (un)frozen."""
+    if seen is None or len(tensors) != len(seen):
+        return False
+    return all(
+        same() is tensor
+        and tensor.data_ptr() == address
+        and tensor.shape == shape
+        and tensor.requires_grad == trained
+        for tensor, (same, address, shape, trained) in zip(tensors, seen, strict=True)
+    )
 
 
 def _of_mapping(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]]:

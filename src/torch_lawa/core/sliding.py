@@ -130,12 +130,13 @@ class SlidingSum:
     def _refresh(self, rows: Tensor, window: Sequence[Tensor]) -> None:
         """Add up afresh the given rows, and the end that fills no row."""
         end = self._sum.numel() // _ROW * _ROW
-        for some in rows.split(max(block_length(self._sum.device) // _ROW, 1)):
-            if some.numel():
-                total = window[0][:end].view(-1, _ROW)[some].double()
-                for snapshot in window[1:]:
-                    total.add_(snapshot[:end].view(-1, _ROW)[some])
-                self._sum[:end].view(-1, _ROW)[some] = total
+        at_a_time = max(block_length(self._sum.device) // _ROW, 1)
+        for first in range(0, rows.numel(), at_a_time):
+            some = rows[first : first + at_a_time]
+            total = window[0][:end].view(-1, _ROW)[some].double()
+            for snapshot in window[1:]:
+                total.add_(snapshot[:end].view(-1, _ROW)[some])
+            self._sum[:end].view(-1, _ROW)[some] = total
         tail = self._sum[end:].copy_(window[0][end:])
         for snapshot in window[1:]:
             tail.add_(snapshot[end:])
