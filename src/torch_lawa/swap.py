@@ -31,9 +31,9 @@ def lend(model: nn.Module, tensors: Iterable[Tensor], write: Callable[[], None])
     """
     refuse_if_lent(model, "swapped_into was called")
     inner = unwrap(model)
-    touched = {id(t): t for t in (*tensors, *inner.buffers())}.values()
-    with torch.no_grad():
-        before = [(t, t.detach().clone(memory_format=torch.preserve_format)) for t in touched]
+    touched = list({id(t): t for t in (*tensors, *inner.buffers())}.values())
+    before = [torch.empty_like(t, requires_grad=False) for t in touched]
+    _copy(before, touched)
     _lent[id(inner)] = inner
     try:
         with torch.no_grad():
@@ -41,6 +41,16 @@ def lend(model: nn.Module, tensors: Iterable[Tensor], write: Callable[[], None])
         yield
     finally:
         del _lent[id(inner)]
-        with torch.no_grad():
-            for tensor, value in before:
-                tensor.copy_(value)
+        _copy(touched, before)
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy many tensors, in one call for each device and dtype."""
+    groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        group = groups.setdefault((target.device, target.dtype), ([], []))
+        group[0].append(target)
+        group[1].append(source)
+    with torch.no_grad():
+        for group in groups.values():
+            torch._foreach_copy_(*group)

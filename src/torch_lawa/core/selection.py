@@ -161,19 +161,22 @@ def _of_module(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tenso
 
 def _tensors(module: nn.Module) -> list[Tensor]:
     """The tensors of `_of_module` in the same order, without the cost of their names."""
-    found: list[Tensor] = []
-    todo: list[nn.Module] = [module]
+    found: list[Tensor | None] = []
+    todo: list[nn.Module | None] = [module]
     while todo:
-        module = unwrap(todo.pop())
-        found.extend(p for p in module._parameters.values() if p is not None)
-        if module._buffers:
-            hidden = module._non_persistent_buffers_set
-            found.extend(
-                b for name, b in module._buffers.items() if b is not None and name not in hidden
-            )
-        if module._modules:
-            todo.extend(m for m in reversed(module._modules.values()) if m is not None)
-    return found
+        inside = todo.pop()
+        if inside is None:
+            continue
+        if _wrapper_attribute(type(inside)):
+            inside = unwrap(inside)
+        if inside._parameters:
+            found += inside._parameters.values()
+        if inside._buffers:
+            hidden = inside._non_persistent_buffers_set
+            found += [b for name, b in inside._buffers.items() if name not in hidden]
+        if inside._modules:
+            todo += reversed(inside._modules.values())
+    return [tensor for tensor in found if tensor is not None]
 
 
 def _note(tensor: Tensor) -> _Seen:
