@@ -147,23 +147,26 @@ class Stage:
 
     def copy(self, buffers: list[Buffer], tensors: Mapping[str, Tensor]) -> None:
         """Order the copy of `tensors` into `buffers`."""
+        staged: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         for i, (group, buffer) in enumerate(zip(self._groups, buffers, strict=True)):
-            if group.device.type != "cuda":
+            device = group.device
+            if device.type != "cuda":
                 buffer.fill(tensors)
                 continue
-            stream = self._stream(group.device)
+            if device not in staged and device in self._arrived:
+                # The staging memory is free once the last snapshot has left it.
+                torch.cuda.current_stream(device).wait_event(self._arrived[device])
             if i not in self._staging:
                 self._staging[i] = Buffer(group)
-                self._staging[i].flat.record_stream(stream)
-            staging = self._staging[i]
-            caller = torch.cuda.current_stream(group.device)
-            if group.device in self._arrived:
-                caller.wait_event(self._arrived[group.device])
-            staging.fill(tensors)
-            stream.wait_stream(caller)
+            self._staging[i].fill(tensors)
+            staged.setdefault(device, []).append((buffer.flat, self._staging[i].flat))
+        for device, copies in staged.items():
+            stream = self._stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
-                buffer.flat.copy_(staging.flat, non_blocking=True)
-        for device, stream in self._streams.items():
+                for target, source in copies:
+                    source.record_stream(stream)
+                    target.copy_(source, non_blocking=True)
             self._arrived[device] = stream.record_event()
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
