@@ -1,0 +1,110 @@
+"""The command itself: quick answers, exit codes, plain errors."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from torch_lawa import __version__
+from torch_lawa.cli import main as cli
+from torch_lawa.errors import ConfigError
+
+PROBE = """
+import sys
+from torch_lawa.cli.main import main
+try:
+    main(sys.argv[1:])
+finally:
+    heavy = {"torch", "numpy", "rich", "matplotlib", "sklearn"} & set(sys.modules)
+    print("heavy:", sorted(heavy), file=sys.stderr)
+"""
+
+
+def exit_code(arguments: list[str]) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["demo", "--help"]])
+def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, *arguments], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == "heavy: []\n"
+
+
+def test_help_names_every_verb_and_each_can_be_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(["--help"]) == 0
+    shown = capsys.readouterr().out
+    context = click.Context(cli.lawa)
+    for verb in cli.lawa.list_commands(context):
+        command = cli.lawa.get_command(context, verb)
+        assert command is not None
+        assert f"  {verb}  {command.get_short_help_str(200)}\n" in shown
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(["--version"]) == 0
+    assert capsys.readouterr().out == f"lawa, version {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nonsense"], ["demo", "--k", "0"], ["demo", "--epochs", "3"], ["--nonsense"]]
+)
+def test_a_mistake_on_the_command_line_is_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    extra = ["-o", str(output)] if arguments[0] == "demo" else []
+    assert exit_code([*arguments, *extra]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "Error: " in shown.err
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("error", [ConfigError("k=0:\n  too few."), OSError("disk full")])
+def test_a_failure_is_one_line_and_1(
+    error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli.lawa, "invoke", fail)
+    assert exit_code(["demo"]) == 1
+    assert capsys.readouterr().err in {"Error: k=0: too few.\n", "Error: disk full\n"}
+
+
+def test_ctrl_c_is_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.lawa, "invoke", interrupt)
+    assert exit_code(["demo"]) == 130
+    assert capsys.readouterr().err.strip() == "Stopped."
+
+
+def test_an_earlier_demo_is_not_replaced_unasked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"run": "lawa demo"}))
+    assert exit_code(["demo", "-o", str(tmp_path)]) == 1
+    assert "--overwrite" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json"]
+
+
+@pytest.mark.parametrize("config", [None, "{}", "[1]", "not json", '{"run": "another"}'])
+def test_another_run_is_never_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str | None
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("precious\n")
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    assert exit_code(["demo", "-o", str(tmp_path), "--overwrite"]) == 1
+    assert "another run" in capsys.readouterr().err
+    assert (tmp_path / "metrics.jsonl").read_text() == "precious\n"

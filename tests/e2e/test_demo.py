@@ -1,0 +1,157 @@
+"""The main job, for real but short: what it writes is what it says."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from torch_lawa.core.records import Row, read_metrics
+from torch_lawa.recipes.digits import DigitsConfig, build_model, evaluate, load_data
+from torch_lawa.reporting.savings import Metric, compare
+
+LAWA = [sys.executable, "-c", "from torch_lawa.cli.main import main; main()"]
+EPOCHS, K = 5, 2
+FILES = ["averaged.safetensors", "config.json", "metrics.jsonl", "savings.png"]
+
+
+def demo(output: Path, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    short = ["demo", "--epochs", str(EPOCHS), "--k", str(K), "--seed", "4", "-o", str(output)]
+    return subprocess.run([*LAWA, *short, *arguments], capture_output=True, text=True, check=check)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    output = tmp_path_factory.mktemp("demo") / "runs" / "demo"
+    return output, demo(output)
+
+
+def without_times(rows: list[Row]) -> list[Row]:
+    return [{k: v for k, v in row.items() if not k.endswith("_seconds")} for row in rows]
+
+
+Run = tuple[Path, subprocess.CompletedProcess[str]]
+
+
+def test_the_folder_holds_the_run_and_nothing_else(run: Run) -> None:
+    output, done = run
+    assert sorted(path.name for path in output.iterdir()) == FILES
+    assert (output / "savings.png").read_bytes().startswith(b"\x89PNG")
+    assert done.stderr == ""
+
+
+def test_the_config_says_what_was_run(run: Run) -> None:
+    config = json.loads((run[0] / "config.json").read_text())
+    assert config["seeds"] == [4, 5, 6]
+    assert config["hyperparameters"] == vars(DigitsConfig(epochs=EPOCHS, k=K))
+    assert config["command"] == "lawa demo --seed 4 --k 2 --epochs 5"
+    assert set(config["versions"]) == {"torch_lawa", "torch", "python"}
+
+
+def test_every_epoch_has_raw_rows_and_from_k_on_averaged_ones(run: Run) -> None:
+    rows = read_metrics(run[0] / "metrics.jsonl")
+    found = [(r["seed"], r["epoch"], r["weights"], r["k"], r["batch_norm"]) for r in rows]
+    expected: list[tuple[Any, ...]] = []
+    for seed in (4, 5, 6):
+        for epoch in range(1, EPOCHS + 1):
+            expected.append((seed, epoch, "raw", None, None))
+            expected.append((seed, epoch, "raw", None, "re-estimated"))
+            if epoch >= K:
+                expected.append((seed, epoch, "averaged", K, "re-estimated"))
+                expected.append((seed, epoch, "averaged", K, "copied"))
+    assert found == expected
+    assert all(0.0 < row["test_loss"] < 10.0 for row in rows)
+    assert rows[-1]["test_accuracy"] > 0.8  # it learns: chance is 0.1
+    assert rows[-1]["step"] == EPOCHS * 28
+
+
+def test_the_saved_average_is_the_one_that_was_measured(run: Run) -> None:
+    config = DigitsConfig(epochs=EPOCHS, k=K)
+    model = build_model(config)
+    model.load_state_dict(load_file(run[0] / "averaged.safetensors"))
+    rows = read_metrics(run[0] / "metrics.jsonl")
+    (recorded,) = (
+        row
+        for row in rows
+        if (row["seed"], row["epoch"]) == (4, EPOCHS)
+        and (row["weights"], row["batch_norm"]) == ("averaged", "re-estimated")
+    )
+    # To the last bit: tests have one thread, as the recipe does.
+    measured = evaluate(model.eval(), load_data(config))
+    assert measured == {name: recorded[name] for name in ("test_loss", "test_accuracy")}
+
+
+def test_what_a_person_reads_agrees_with_the_metrics(run: Run) -> None:
+    output, done = run
+    text = " ".join(done.stdout.split())
+    comparison = compare(read_metrics(output / "metrics.jsonl"), Metric("test_loss", "lower"))
+    for line in ("seed 4: ", "seed 5: ", "seed 6: ", f"average of the {K} latest epochs"):
+        assert line in text
+    num_behind = sum(map(len, comparison.behind.values()))
+    assert f"had the higher loss in {num_behind} of {3 * (EPOCHS - K + 1)} epochs" in text
+    if comparison.headline is not None:
+        assert f"reached test loss {comparison.headline.target:.4f} at epoch" in text
+    assert str(output) in done.stdout
+    assert "\x1b" not in done.stdout  # nothing live, no colours: this is no terminal
+
+
+def test_the_same_seed_gives_the_same_values_and_json_is_alone_on_stdout(
+    run: Run, tmp_path: Path
+) -> None:
+    other = tmp_path / "again"
+    found = json.loads(demo(other, "--json").stdout)
+    again, rows = read_metrics(other / "metrics.jsonl"), read_metrics(run[0] / "metrics.jsonl")
+    assert without_times(again) == without_times(rows)
+    assert (other / "averaged.safetensors").read_bytes() == (
+        run[0] / "averaged.safetensors"
+    ).read_bytes()
+    assert found["seeds"] == [4, 5, 6]
+    assert sorted(found["files"]) == FILES
+    at_final = compare(rows, Metric("test_loss", "lower")).at_final
+    assert found["savings"]["test_loss"]["at_final"]["target"] == at_final.target
+
+
+def test_the_test_images_do_not_depend_on_anything_but_their_share() -> None:
+    first, second = load_data(DigitsConfig()), load_data(DigitsConfig(epochs=9, width=3))
+    assert first.test_labels.tolist() == second.test_labels.tolist()
+    counts = first.test_labels.bincount()
+    assert (len(first.train_images), len(first.test_images)) == (898, 899)
+    assert counts.min() >= 87  # 174 to 183 images of each digit, half of them held out
+    assert counts.max() <= 92
+
+
+def test_overwrite_replaces_the_run_and_leaves_other_files_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"run": "lawa demo"}')
+    (tmp_path / "metrics.jsonl").write_text("old\n")
+    (tmp_path / "notes.txt").write_text("mine")
+    demo(tmp_path, "--overwrite")
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*FILES, "notes.txt"])
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 6 * (EPOCHS + EPOCHS - K + 1)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
+def test_ctrl_c_keeps_the_metrics_so_far(tmp_path: Path) -> None:
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    process = subprocess.Popen(
+        [*LAWA, "demo", "--epochs", "500", "-o", str(metrics.parent)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert errors == f"Stopped. The metrics so far are in {metrics}.\n"
+    assert read_metrics(metrics)[0]["epoch"] == 1
