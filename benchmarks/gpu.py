@@ -95,7 +95,12 @@ def overhead(
     times: dict[str, list[float]] = {str(nu): [] for nu in (None, *averagers)}
     for _ in range(rounds):
         for nu in (None, *averagers):
-            times[str(nu)].append(timed(lambda nu=nu: block(nu)) / num_steps)  # type: ignore[misc]
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            block(nu)
+            # Training's own stream: the last snapshot may still be on its way to the host.
+            torch.cuda.current_stream().synchronize()
+            times[str(nu)].append((time.perf_counter() - start) / num_steps)
     log.add(kind="overhead", model=name, num_steps=num_steps, seconds_per_step=times)
     plain = median(times["None"])
     print(f"\n{name}: {1e3 * plain:.2f} ms a step without snapshots, {rounds} rounds")

@@ -94,7 +94,7 @@ def test_what_a_person_reads_agrees_with_the_metrics(run: Run) -> None:
     for line in ("seed 4: ", "seed 5: ", "seed 6: ", f"average of the {K} latest epochs"):
         assert line in text
     num_behind = sum(map(len, comparison.behind.values()))
-    assert f"had the higher loss in {num_behind} of {3 * (EPOCHS - K + 1)} epochs" in text
+    assert f"was behind in loss in {num_behind} of {3 * (EPOCHS - K + 1)} epochs" in text
     if comparison.headline is not None:
         assert f"reached test loss {comparison.headline.target:.4f} at epoch" in text
     assert str(output) in done.stdout

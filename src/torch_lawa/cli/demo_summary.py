@@ -54,10 +54,9 @@ class Summary:
         usual = [_saved(comparison) for comparison in self._comparisons(baseline="usual")]
         control = [_saved(_control(self.rows, metric)) for metric in (_LOSS, _ACCURACY)]
         return (
-            "Both had their BatchNorm statistics re-estimated. Against raw weights with running "
-            f"statistics, as they are usually evaluated, the average saved {usual[0]} (loss) and "
-            f"{usual[1]} (accuracy); re-estimating alone, without averaging, {control[0]} and "
-            f"{control[1]}."
+            "Both with BatchNorm statistics re-estimated. Against raw weights evaluated the usual "
+            f"way the average saves {usual[0]} (loss) and {usual[1]} (accuracy); re-estimating "
+            f"alone, without averaging, {control[0]} and {control[1]}."
         )
 
     def caveat(self) -> str:
@@ -65,11 +64,10 @@ class Summary:
         loss, accuracy = self._comparisons()
         copied = compare(self.rows, _LOSS, batch_norm="copied", baseline="usual")
         return (
-            f"Where it helps less: the first average comes with epoch {self.k}, and the decaying "
-            "learning rate calms the raw weights too: their final loss was reached earlier in "
-            f"{_gains(loss.at_final)}, their final accuracy in {_gains(accuracy.at_final)}. "
-            f"Epoch for epoch, the average had the higher loss in {_behind(loss)}; with BatchNorm "
-            f"statistics copied, higher than raw weights usually have in {_behind(copied)}."
+            "Where it does not help: at the end, where the learning rate calms the raw weights too "
+            f"(their final loss came earlier in {_gains(loss.at_final)}, their final accuracy in "
+            f"{_gains(accuracy.at_final)}). Epoch for epoch the average was behind in loss in "
+            f"{_behind(loss)}; with BatchNorm statistics copied, in {_behind(copied)}."
         )
 
     def costs(self) -> str:
@@ -81,10 +79,7 @@ class Summary:
         averaged, raw = f"{saving.averaged_at:.1f} s", f"{saving.baseline_at:.1f} s"
         gained = (saving.saved or 0.0) > 0.0
         verdict = f"{averaged} instead of {raw}" if gained else f"{averaged}, not less than {raw}"
-        return (
-            "In time, with snapshots, means, BatchNorm passes and extra evaluations charged to "
-            f"averaging: {verdict} to that loss. {whole}"
-        )
+        return f"With every cost of averaging charged to it: {verdict} to that loss. {whole}"
 
     def as_dict(self) -> dict[str, Any]:
         """The same for programs."""
@@ -165,7 +160,7 @@ def _saved(comparison: Comparison) -> str:
     saving = comparison.headline
     if saving is None:
         return "nothing"
-    return f"{_epochs(saving.saved)} epochs or {saving.percent:.0f}%"
+    return f"{_epochs(saving.saved)} epochs"
 
 
 def _sentence(comparison: Comparison) -> str:

@@ -1,0 +1,56 @@
+"""The demo's recipe with other seeds and learning rates: is its default a fair one?
+
+    python benchmarks/digits.py --out results/NAME      # about ten minutes on one core
+
+Writes a metrics file for each setting and prints the raw weights' final loss, by which the
+learning rate was chosen, and the longest saving of averaging, by which it was not.
+"""
+
+import argparse
+from pathlib import Path
+
+from record import Log
+
+from torch_lawa.core.records import MetricsWriter, read_metrics
+from torch_lawa.recipes.digits import DigitsConfig, load_data, train
+from torch_lawa.reporting.savings import Metric, compare
+
+RATES = (0.02, 0.05, 0.1, 0.2, 0.4)
+TRIPLES = ((0, 1, 2), (3, 4, 5), (100, 101, 102))
+LOSS, ACCURACY = Metric("test_loss", "lower"), Metric("test_accuracy", "higher")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/bench-digits"))
+    folder = parser.parse_args().out
+    log = Log(folder)
+    default = DigitsConfig().learning_rate
+    settings = [(default, triple) for triple in TRIPLES]
+    settings += [(rate, TRIPLES[0]) for rate in RATES if rate != default]
+    for rate, seeds in settings:
+        config = DigitsConfig(learning_rate=rate)
+        path = folder / f"rate-{rate:g}-seeds-{seeds[0]}-to-{seeds[-1]}.jsonl"
+        path.unlink(missing_ok=True)
+        with MetricsWriter(path) as metrics:
+            for seed in seeds:
+                train(config, load_data(config), seed=seed, metrics=metrics)
+        rows = read_metrics(path)
+        final = [
+            row["test_loss"]
+            for row in rows
+            if row["epoch"] == config.epochs
+            and (row["weights"], row["batch_norm"]) == ("raw", None)
+        ]
+        found = {"rate": rate, "seeds": seeds, "raw_final_loss": sum(final) / len(final)}
+        for metric in (LOSS, ACCURACY):
+            for baseline in ("alike", "usual"):
+                best = compare(rows, metric, baseline=baseline).headline  # type: ignore[arg-type]
+                found[f"{metric.name}_saved_{baseline}"] = best.saved if best else None
+                found[f"{metric.name}_spread_{baseline}"] = best.spread if best else None
+        log.add(kind="setting", **found)
+        print(found, flush=True)
+
+
+if __name__ == "__main__":
+    main()
