@@ -117,6 +117,55 @@ def test_auto_sliding_reads_the_same_mean_at_every_step(kind: str, folder: Path)
             check(averager, history, 16)
 
 
+def test_auto_sliding_begins_and_ends_with_the_habit_of_reading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It slides while the mean is read after every snapshot and gives its memory back after."""
+    from torch_lawa.core.sliding import SlidingSum
+
+    acts: list[str] = []
+    for name in ("slide", "rebuild"):
+        original = getattr(SlidingSum, name)
+        monkeypatch.setattr(
+            SlidingSum,
+            name,
+            lambda self, *a, name=name, original=original, **o: (
+                acts.append(name),
+                original(self, *a, **o),
+            ),
+        )
+    averager = LatestWeightAverager(k=16)
+    window = averager._window
+
+    def collect(n: int = 1) -> None:
+        for _ in range(n):
+            averager.collect({"w": torch.randn(200)})
+
+    collect(16)
+    averager.average()
+    assert not acts  # one read is no habit
+    collect()
+    averager.average()
+    assert acts == ["rebuild"]
+    for _ in range(3):
+        collect()
+        averager.average()
+        averager.average()
+    assert acts == ["rebuild", "slide", "slide", "slide"]
+    collect(2)
+    averager.average()
+    assert acts[4:] == []
+    assert not window._sums
+    collect(2)
+    assert window._store.evicted is None
+    small = LatestWeightAverager(k=4)
+    for _ in range(8):
+        small.collect({"w": torch.randn(200)})
+        if small.ready:
+            small.average()
+    assert acts[4:] == []
+
+
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16])
 def test_narrow_storage_averages_the_stored_values_exactly(

@@ -109,10 +109,11 @@ def test_frozen_parameters_are_kept_once_or_omitted() -> None:
 
 
 @pytest.mark.parametrize("store", ["host", "device"])
-def test_a_parameter_unfrozen_later_joins_with_the_value_it_had(store: str) -> None:
+@pytest.mark.parametrize("sliding", [True, False])
+def test_a_parameter_unfrozen_later_joins_with_the_value_it_had(store: str, sliding: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     model[0].requires_grad_(False)
-    averager = LatestWeightAverager(k=3, store=store)  # type: ignore[arg-type]
+    averager = LatestWeightAverager(k=3, store=store, sliding=sliding)  # type: ignore[arg-type]
     states = []
     for i in range(5):
         if i == 3:
@@ -231,6 +232,30 @@ def test_replaced_and_moved_tensors_are_noticed() -> None:
     other = nn.Linear(2, 1, bias=False)
     averager.collect(other)
     assert torch.equal(averager.average()["weight"], other.weight)
+
+
+def test_a_module_that_changed_is_refused_every_time() -> None:
+    """Also by the quick path, which recognises a model it has seen."""
+    model = nn.Linear(2, 3)
+    averager = LatestWeightAverager(k=2)
+    averager.collect(model)
+    model.weight.data = model.weight.data.view(2, 3)  # the same memory in another shape
+    for _ in range(2):
+        with pytest.raises(LayoutError, match=r"'weight' has shape \(2, 3\) and had \(3, 2\)"):
+            averager.collect(model)
+    model.weight.data = model.weight.data.view(3, 2)
+    averager.collect(model)
+    assert averager.num_collected == 2
+
+
+def test_another_module_on_the_same_memory_is_another_module() -> None:
+    first, second = nn.Module(), nn.Module()
+    first.a = nn.Parameter(torch.ones(3))
+    second.b = nn.Parameter(first.a.data)
+    averager = LatestWeightAverager(k=2)
+    averager.collect(first)
+    with pytest.raises(LayoutError, match="'a' was collected before and is gone"):
+        averager.collect(second)
 
 
 def test_the_averager_does_not_keep_the_model_alive() -> None:

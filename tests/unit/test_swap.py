@@ -86,6 +86,9 @@ def test_nesting_is_refused_and_harmless() -> None:
         with pytest.raises(SwapError), averager.swapped_into(compiled):  # type: ignore[arg-type]
             pass
         assert_same_state(state(model), inside)
+    with averager.swapped_into(compiled), pytest.raises(SwapError):  # type: ignore[arg-type]
+        averager.collect(model)
+    with averager.swapped_into(model):
         other = small_net()
         with averager.swapped_into(other):  # another model is another matter
             assert_same_state(state(other), inside)

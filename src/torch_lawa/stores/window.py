@@ -216,8 +216,7 @@ class Window:
         leaving = self._store.flats(evicted)[i] if evicted is not None else None
         if total.ids != ids:
             if total.can_slide(ids, leaving is not None):
-                grown = len(ids) > len(total.ids)
-                total.slide(ids, flats, None if grown else leaving)
+                total.slide(ids, flats, leaving)
             else:
                 total.rebuild(ids, flats)
         return total.blocks()

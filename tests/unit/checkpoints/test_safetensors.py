@@ -69,6 +69,17 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
     assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
 
 
+def test_a_reader_of_the_old_file_is_not_disturbed(tmp_path: Path) -> None:
+    """The new file takes the old one's place; nothing is written into it."""
+    path = tmp_path / "a.safetensors"
+    save_tensors(path, {"w": torch.ones(2)})
+    before = path.read_bytes()
+    with path.open("rb") as reader:
+        save_tensors(path, {"w": torch.zeros(2)})
+        assert reader.read() == before
+    assert path.read_bytes() != before
+
+
 def raw(header: object, data: bytes = b"", length: int | None = None) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return (len(text) if length is None else length).to_bytes(8, "little") + text + data
