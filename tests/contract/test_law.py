@@ -151,6 +151,7 @@ def test_auto_sliding_begins_and_ends_with_the_habit_of_reading(
         collect()
         averager.average()
         averager.average()
+        averager.average(k=3)  # another window is no change of habit
     assert acts == ["rebuild", "slide", "slide", "slide"]
     collect(2)
     averager.average()

@@ -101,6 +101,7 @@ class HostStore(DeviceStore):
     """
 
     on_host = True
+    _stages: Mapping[int, "Stage"] = {}
 
     def open(self, averaged: Layout, kept: Layout, k: int) -> None:
         """Forget what was there, and stage the tensors that are on a GPU."""
@@ -109,6 +110,7 @@ class HostStore(DeviceStore):
 
     def retarget(self, averaged: Layout, kept: Layout) -> None:
         """Take coming snapshots from the devices of these layouts."""
+        self.wait()
         self._averaged, self._kept = averaged, kept
         self._stages = {id(layout): Stage(layout) for layout in (averaged, kept)}
 

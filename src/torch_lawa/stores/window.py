@@ -90,7 +90,8 @@ class Window:
                 torch.cuda.current_stream(deliver.device).synchronize()
         for name, value in self.kept.views(self._store.kept_flats()).items():
             targets[name].copy_(value)
-        self._last_read = ids
+        if n == len(self.snapshots):
+            self._last_read = ids
         if not all(bool(f) for f in finite):
             self._report(used)
 
