@@ -1,6 +1,7 @@
 """The averager as a training loop uses it: rules for every tensor, readiness, errors, names."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -169,6 +170,27 @@ def test_wrapper_prefixes_never_leak_and_real_names_stay() -> None:
         assert set(averager.average()) == expected
         with averager.swapped_into(model):  # names are the same for every wrapper
             pass
+
+
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    """The real wrapper, on one gloo rank."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    try:
+        model = small_net()
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        averager = LatestWeightAverager(k=2)
+        states = []
+        for _ in range(2):
+            states.append(shake(model))
+            averager.collect(wrapped)
+        assert set(averager.average()) == set(model.state_dict())
+        with averager.swapped_into(wrapped):
+            assert torch.equal(model[4].weight, mean_of(states, "4.weight"))
+        assert torch.equal(model[4].weight, states[-1]["4.weight"])
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_prefixes_of_state_dicts() -> None:

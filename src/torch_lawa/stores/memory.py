@@ -113,6 +113,11 @@ class HostStore(DeviceStore):
         self.wait()
         self._averaged, self._kept = averaged, kept
         self._stages = {id(layout): Stage(layout) for layout in (averaged, kept)}
+        # What was loaded before any model was seen is ordinary memory, and will be written to.
+        for buffers in (*self._buffers.values(), *self._free):
+            self._stages[id(averaged)].lock(buffers)
+        if self._newest is not None:
+            self._stages[id(kept)].lock(self._newest)
 
     def wait(self) -> None:
         """Return when the last snapshot has reached host memory."""
@@ -142,10 +147,14 @@ class Stage:
     def allocate(self) -> list[Buffer]:
         """Host buffers, page-locked where a GPU will write to them."""
         buffers = [Buffer(group, _CPU) for group in self._groups]
-        for group, buffer in zip(self._groups, buffers, strict=True):
-            if group.device.type == "cuda":
-                _page_lock(buffer.flat, group.device)
+        self.lock(buffers)
         return buffers
+
+    def lock(self, buffers: list[Buffer]) -> None:
+        """Page-lock the buffers that a GPU will write to, where they are not yet."""
+        for group, buffer in zip(self._groups, buffers, strict=True):
+            if group.device.type == "cuda" and not buffer.flat.is_pinned():
+                _page_lock(buffer.flat, group.device)
 
     def copy(self, buffers: list[Buffer], tensors: Mapping[str, Tensor]) -> None:
         """Order the copy of `tensors` into `buffers`."""
