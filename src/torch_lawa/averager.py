@@ -258,9 +258,9 @@ class LatestWeightAverager:
                 f"the state was saved with the schedule {saved.counters['schedule_kind']} and this "
                 f"averager has {kind}: build it with the same one."
             )
-        self._take_counters(saved.counters)
-        notes = {**self._counters(), "ties": saved.ties}
+        notes = {**saved.counters, "ties": saved.ties}
         self._window.load(saved.contents, saved.dtypes, saved.ties, notes)
+        self._take_counters(saved.counters)
 
     def _window_size(self, k: int | None) -> int:
         if k is not None:

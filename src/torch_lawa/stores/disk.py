@@ -118,16 +118,22 @@ class DiskStore(Store):
         notes: Mapping[str, Any],
     ) -> None:
         """Write the whole new window first; then one manifest puts it in place."""
+        self._acquire()
         self.wait()
-        before, self._surplus = set(self._used()), set()
+        old_names, before = set(self._used()), dict(vars(self))
         self._averaged, self._kept, self._k = averaged, kept, k
         self.snapshots, self.evicted, self._files, self._kept_file = [], None, {}, None
-        self._maps = {}
+        self._maps, self._surplus = {}, set()
         self.retarget(averaged, kept)
-        while contents:
-            self._put(contents.pop(0), notes, commit=not contents)
-        self.wait()
-        self._remove(before - set(self._used()))
+        try:
+            while contents:
+                self._put(contents.pop(0), notes, commit=not contents)
+            self.wait()
+        except BaseException:
+            self._remove(set(self._used()) - old_names)
+            vars(self).update(before, _serial=self._serial)
+            raise
+        self._remove(old_names - set(self._used()))
 
     def flats(self, snapshot: Snapshot) -> list[Tensor]:
         """The snapshot's file, memory-mapped."""

@@ -110,9 +110,14 @@ class Window:
         notes: Mapping[str, Any],
     ) -> None:
         """Replace everything by saved contents, oldest first."""
-        self.clear()
+        self._sums, self._last_read, self._bound = {}, (), False
         if contents:
-            self._refill(contents, dtypes, notes)
+            newest = contents[-1]
+            layouts = self._layouts(newest.averaged, newest.kept, dtypes)
+            self._store.refill(*layouts, self.k, contents[-self.k :], notes)
+            self.averaged, self.kept = layouts
+        else:
+            self.clear()
         self.ties = ties
 
     def clear(self) -> None:
@@ -182,19 +187,9 @@ class Window:
             )
             for c in self.contents()
         ]
-        self.averaged, self.kept = layouts
         self._sums = {}
         self._store.refill(*layouts, self.k, contents, notes)
-
-    def _refill(
-        self,
-        contents: list[Content],
-        dtypes: Mapping[str, torch.dtype],
-        notes: Mapping[str, Any],
-    ) -> None:
-        newest = contents[-1]
-        self.averaged, self.kept = self._layouts(newest.averaged, newest.kept, dtypes)
-        self._store.refill(self.averaged, self.kept, self.k, contents[-self.k :], notes)
+        self.averaged, self.kept = layouts
 
     def _may_slide(self, ids: tuple[int, ...], weights: Weights) -> bool:
         """Whether this read goes through the sliding sum; in auto mode, learn from the last."""

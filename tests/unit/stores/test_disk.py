@@ -1,5 +1,6 @@
 """The window on disk: whole or not there, whatever kills the process."""
 
+import gc
 import json
 import os
 import random
@@ -173,6 +174,38 @@ def test_foreign_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:
     write(tmp_path, range(5)).reset()
     assert (tmp_path / "model.safetensors").read_text() == "precious"
     assert (tmp_path / "notes.partial").read_text() == "precious"
+
+
+def test_a_state_that_cannot_be_written_leaves_everything_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch_lawa.stores import disk
+
+    source = LatestWeightAverager(k=3)
+    for value in range(10, 14):
+        source.collect({"other": torch.full((9,), float(value))})
+    averager = write(tmp_path, range(5))
+    original, calls = disk.write_flat, []
+
+    def full(*args: object, **kwargs: object) -> None:
+        calls.append(args)
+        if len(calls) > 3:
+            raise OSError(28, "No space left on device")
+        original(*args, **kwargs)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "write_flat", full)
+        with pytest.raises(StoreError, match="No space left on device"):
+            averager.load_state_dict(source.state_dict())
+    assert averager.average()["w"].tolist() == [3.0] * 4
+    assert averager.num_collected == 5
+    assert len(list(tmp_path.glob("window-*"))) == 3
+    averager.collect({"w": torch.full((4,), 5.0), "n": torch.tensor(5)})
+    assert averager.average()["w"].tolist() == [4.0] * 4
+    del averager
+    gc.collect()  # the error above still refers to it
+    again = LatestWeightAverager(k=3, store=DiskStore(tmp_path))
+    assert again.average()["w"].tolist() == [4.0] * 4
 
 
 def test_reloading_a_state_replaces_the_files_in_one_step(tmp_path: Path) -> None:
