@@ -32,10 +32,7 @@ class Window:
         self.k = k
         self.ties: dict[str, str] = {}
         self._store, self._storage_dtype, self._sliding = store, storage_dtype, sliding
-        self._sums: dict[int, SlidingSum] = {}
-        self._last_read: tuple[int, ...] = ()
-        self._reported: set[int] = set()
-        self._bound = False
+        self._forget()
         self.averaged, self.kept = Layout(()), Layout(())
         store.keep_evicted = sliding is True
         found = store.find(k)
@@ -110,7 +107,7 @@ class Window:
         notes: Mapping[str, Any],
     ) -> None:
         """Replace everything by saved contents, oldest first."""
-        self._sums, self._last_read, self._bound = {}, (), False
+        self._forget()
         if contents:
             newest = contents[-1]
             layouts = self._layouts(newest.averaged, newest.kept, dtypes)
@@ -124,7 +121,14 @@ class Window:
         """Drop every snapshot."""
         self._store.clear()
         self.averaged, self.kept, self.ties = Layout(()), Layout(()), {}
-        self._sums, self._last_read, self._bound = {}, (), False
+        self._forget()
+
+    def _forget(self) -> None:
+        """What was learned from the snapshots that are gone."""
+        self._sums: dict[int, SlidingSum] = {}  # by group
+        self._last_read: tuple[int, ...] = ()
+        self._reported: set[int] = set()  # snapshots with NaN or Inf that were warned of
+        self._bound = False  # whether the last model was checked against the layouts
 
     def wait(self) -> None:
         """Return when every snapshot is where it belongs."""
@@ -153,8 +157,9 @@ class Window:
     def _bind(self, selection: Selection, notes: Mapping[str, Any]) -> None:
         """Check a model against what was collected before, and follow where it may change."""
         if not self.averaged.groups:
-            self.averaged, self.kept = self._layouts(selection.averaged, selection.kept)
-            self._store.open(self.averaged, self.kept, self.k)
+            layouts = self._layouts(selection.averaged, selection.kept)
+            self._store.open(*layouts, self.k)
+            self.averaged, self.kept = layouts
         else:
             self._follow(selection, notes)
         self.ties = selection.ties
