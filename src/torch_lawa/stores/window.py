@@ -32,7 +32,10 @@ class Window:
         self.k = k
         self.ties: dict[str, str] = {}
         self._store, self._storage_dtype, self._sliding = store, storage_dtype, sliding
-        self._forget()
+        self._sums: dict[int, SlidingSum] = {}  # by group
+        self._last_read: tuple[int, ...] = ()
+        self._reported: set[int] = set()  # snapshots with NaN or Inf that were warned of
+        self._bound = False  # whether the last model was checked against the layouts
         self.averaged, self.kept = Layout(()), Layout(())
         store.keep_evicted = sliding is True
         found = store.find(k)
@@ -125,10 +128,7 @@ class Window:
 
     def _forget(self) -> None:
         """What was learned from the snapshots that are gone."""
-        self._sums: dict[int, SlidingSum] = {}  # by group
-        self._last_read: tuple[int, ...] = ()
-        self._reported: set[int] = set()  # snapshots with NaN or Inf that were warned of
-        self._bound = False  # whether the last model was checked against the layouts
+        self._sums, self._last_read, self._reported, self._bound = {}, (), set(), False
 
     def wait(self) -> None:
         """Return when every snapshot is where it belongs."""
