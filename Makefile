@@ -36,9 +36,10 @@ format: $(VENV)/.dev
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow
 
-# With PYTHON set to an interpreter that has torch for CUDA, no environment is made.
+# Needs no environment of ours: PYTHON is an interpreter with torch for CUDA and pytest.
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -p no:cacheprovider -m gpu
+	PYTHONPATH=src:tests $(PYTHON) -m pytest -q -p no:cacheprovider --noconftest \
+	  -o addopts= -o timeout=0 -o filterwarnings=default -m gpu tests/gpu
 
 bench: .venv-bench/.bench
 	.venv-bench/bin/python benchmarks/online.py
