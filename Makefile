@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := pyproject.toml constraints.txt
 
-.PHONY: demo test check format bench test-slow test-gpu clean help
+.PHONY: demo test check format bench test-gpu clean help
 
 help:
 	@echo "make demo       train the embedded default and show what averaging saved"
@@ -14,14 +14,13 @@ help:
 	@echo "make check      the same without the tests"
 	@echo "make format     rewrite the code in its own format"
 	@echo "make bench      time the averager against its peers on this CPU"
-	@echo "make test-slow  tests that take longer"
 	@echo "make test-gpu   tests that need a CUDA device"
 
 demo: $(VENV)/.demo
 	$(BIN)/lawa demo --overwrite
 
 test: check
-	$(BIN)/python -m pytest -n auto -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n auto -m "not gpu"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -32,9 +31,6 @@ check: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-
-test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -m slow
 
 # Needs no environment of ours: PYTHON is an interpreter with torch for CUDA and pytest.
 test-gpu:
