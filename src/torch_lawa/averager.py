@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torch_lawa import averager_state
 from torch_lawa.core.coefficients import Coefficients, Uniform
+from torch_lawa.core.modes import ordinary_mode
 from torch_lawa.core.schedule import Every, Schedule
 from torch_lawa.core.selection import BufferRule, FrozenRule, Selector, live_tensors
 from torch_lawa.errors import ConfigError, LayoutError, NotReadyError, StateError
@@ -154,7 +155,8 @@ class LatestWeightAverager:
         selection = self._select(model)
         counters = {**self._counters(), "num_collected": self._num_collected + 1}
         notes = {**counters, "ties": selection.ties}
-        self._window.put(Snapshot(self._num_collected, label), selection, notes)
+        with ordinary_mode():
+            self._window.put(Snapshot(self._num_collected, label), selection, notes)
         self._num_collected += 1
 
     def step(self, model: nn.Module | Mapping[str, Tensor], *, loss: float | None = None) -> bool:
@@ -186,7 +188,16 @@ class LatestWeightAverager:
         asks for another, lie where the snapshots do unless `device` does, and are yours.
         """
         n = self._window_size(k)
-        place = torch.device(device) if device is not None else None
+        with ordinary_mode():
+            out = self._allocate(dtype, torch.device(device) if device is not None else None)
+            self._window.mean_into(out, n, self._coefficients.weights(n))
+        out.update({alias: out[name] for alias, name in self._window.ties.items() if name in out})
+        return out
+
+    def _allocate(
+        self, dtype: torch.dtype | None, device: torch.device | None
+    ) -> dict[str, Tensor]:
+        """Room for an average: a tensor of its own for each name."""
         out: dict[str, Tensor] = {}
         for layout, wanted in ((self._window.averaged, dtype), (self._window.kept, None)):
             for group in layout.groups:
@@ -196,11 +207,8 @@ class LatestWeightAverager:
                         e.shape,
                         e.stride,
                         dtype=_real_or_complex(group.dtype, wanted),
-                        device=place or home,
+                        device=device or home,
                     )
-        with torch.no_grad():
-            self._window.mean_into(out, n, self._coefficients.weights(n))
-        out.update({alias: out[name] for alias, name in self._window.ties.items() if name in out})
         return out
 
     def swapped_into(self, model: nn.Module, k: int | None = None) -> AbstractContextManager[None]:
@@ -259,7 +267,8 @@ class LatestWeightAverager:
                 f"averager has {kind}: build it with the same one."
             )
         notes = {**saved.counters, "ties": saved.ties}
-        self._window.load(saved.contents, saved.dtypes, saved.ties, notes)
+        with ordinary_mode():
+            self._window.load(saved.contents, saved.dtypes, saved.ties, notes)
         self._take_counters(saved.counters)
 
     def _window_size(self, k: int | None) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from torch_lawa.core.modes import ordinary_mode
 from torch_lawa.core.selection import unwrap
 from torch_lawa.errors import SwapError
 
@@ -32,16 +33,18 @@ def lend(model: nn.Module, tensors: Iterable[Tensor], write: Callable[[], None])
     refuse_if_lent(model, "swapped_into was called")
     inner = unwrap(model)
     touched = list({id(t): t for t in (*tensors, *inner.buffers())}.values())
-    before = [torch.empty_like(t, requires_grad=False) for t in touched]
-    _copy(before, touched)
+    with ordinary_mode():
+        before = [torch.empty_like(t, requires_grad=False) for t in touched]
+        _copy(before, touched)
     _lent[id(inner)] = inner
     try:
-        with torch.no_grad():
+        with ordinary_mode():
             write()
         yield
     finally:
         del _lent[id(inner)]
-        _copy(touched, before)
+        with ordinary_mode():
+            _copy(touched, before)
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -51,6 +54,5 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
         group = groups.setdefault((target.device, target.dtype), ([], []))
         group[0].append(target)
         group[1].append(source)
-    with torch.no_grad():
-        for group in groups.values():
-            torch._foreach_copy_(*group)
+    for group in groups.values():
+        torch._foreach_copy_(*group)

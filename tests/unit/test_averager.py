@@ -355,6 +355,29 @@ def test_labels_and_repr() -> None:
     )
 
 
+@pytest.mark.parametrize("sliding", [True, False])
+def test_inference_mode_leaves_nothing_behind(sliding: bool) -> None:
+    """Collecting and reading inside it, going on outside."""
+    model = small_net()
+    averager = LatestWeightAverager(k=2, sliding=sliding)
+    states = []
+    for inside in (True, True, False, True, False, False):
+        states.append(shake(model))
+        with torch.inference_mode(inside):
+            averager.collect(model)
+            if averager.ready:
+                average = averager.average()
+                assert not average["4.weight"].is_inference()
+                assert torch.equal(average["4.weight"], mean_of(states[-2:], "4.weight"))
+                with averager.swapped_into(model):
+                    model.eval()(torch.zeros(1, 1, 8, 8))
+    loaded = LatestWeightAverager(k=2, sliding=sliding)
+    with torch.inference_mode():
+        loaded.load_state_dict(averager.state_dict())
+    loaded.collect(model)
+    model.train()(torch.randn(4, 1, 8, 8)).sum().backward()
+
+
 def test_reset_begins_a_new_window() -> None:
     averager = LatestWeightAverager(k=2)
     averager.collect({"w": torch.ones(1)})

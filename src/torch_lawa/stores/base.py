@@ -127,8 +127,7 @@ class Buffer:
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy live tensors in, in one call."""
         if self._views:
-            with torch.no_grad():
-                torch._foreach_copy_(self._views, [tensors[name] for name in self._names])
+            torch._foreach_copy_(self._views, [tensors[name] for name in self._names])
 
 
 def _dense_stride(tensor: Tensor, packed: bool) -> tuple[int, ...]:
