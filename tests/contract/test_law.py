@@ -220,6 +220,33 @@ def test_output_dtype_on_request(kind: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("sliding", [True, False])
+def test_a_default_device_is_none_of_its_business(kind: str, sliding: bool, folder: Path) -> None:
+    """Inside `with torch.device(...)`, where models are often built, values stay where they are."""
+    states = [
+        {"w": torch.randn(200), "e": torch.empty(0, 2), "n": torch.tensor(i)} for i in range(5)
+    ]
+    with torch.device("meta"):
+        averager = make(kind, folder, [], k=2, sliding=sliding)
+        for state in states:
+            averager.collect(state)
+            if averager.ready:
+                average = averager.average()
+        other = LatestWeightAverager(k=2)
+        other.load_state_dict(averager.state_dict())
+        again = other.average()
+        if kind == "disk":
+            averager.wait()
+            del averager
+            again = make(kind, folder, [], k=2).average()
+    expected = (states[-2]["w"].double() + states[-1]["w"].double()).div(2).float()
+    for result in (average, again):
+        assert torch.equal(result["w"], expected)
+        assert result["e"].device.type == "cpu"
+        assert result["n"].item() == 4
+
+
+@pytest.mark.parametrize("kind", STORES)
 def test_the_average_is_the_callers_own(kind: str, folder: Path) -> None:
     averager = make(kind, folder, [], k=1)
     averager.collect({"w": torch.ones(4), "n": torch.tensor(3)})

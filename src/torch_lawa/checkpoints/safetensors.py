@@ -152,7 +152,7 @@ def _read_entry(entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
 def map_flat(path: Path, header: Header, dtype: torch.dtype, begin: int, numel: int) -> Tensor:
     """Memory-map `numel` values of `dtype` that begin at byte `begin` of the data."""
     if numel == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     with path.open("rb") as file:
         # A private mapping may be written to without touching the file, which torch insists on.
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

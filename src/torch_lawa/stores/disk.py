@@ -339,5 +339,5 @@ def _layout(rows: Sequence[Any]) -> Layout:
         dtypes[name] = getattr(torch, dtype)
         if stored != dtype:
             narrow = getattr(torch, stored)
-        tensors[name] = torch.zeros((), dtype=dtypes[name]).expand(shape)
+        tensors[name] = torch.zeros((), dtype=dtypes[name], device="cpu").expand(shape)
     return Layout.of(tensors, storage_dtype=narrow, packed=True)
