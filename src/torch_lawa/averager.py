@@ -194,23 +194,6 @@ class LatestWeightAverager:
         out.update({alias: out[name] for alias, name in self._window.ties.items() if name in out})
         return out
 
-    def _allocate(
-        self, dtype: torch.dtype | None, device: torch.device | None
-    ) -> dict[str, Tensor]:
-        """Room for an average: a tensor of its own for each name."""
-        out: dict[str, Tensor] = {}
-        for layout, wanted in ((self._window.averaged, dtype), (self._window.kept, None)):
-            for group in layout.groups:
-                home = torch.device("cpu") if self._window.on_host else group.device
-                for e in group.entries:
-                    out[e.name] = torch.empty_strided(
-                        e.shape,
-                        e.stride,
-                        dtype=_real_or_complex(group.dtype, wanted),
-                        device=device or home,
-                    )
-        return out
-
     def swapped_into(self, model: nn.Module, k: int | None = None) -> AbstractContextManager[None]:
         """Lend the mean to a model for a `with` block; its own values return, whatever happens.
 
@@ -219,23 +202,28 @@ class LatestWeightAverager:
         inside the block. It costs one copy of the weights on their device while it lasts.
         """
         n = self._window_size(k)
-        targets = live_tensors(model)
+        live = live_tensors(model)
+        used: dict[str, Tensor] = {}
         for layout in (self._window.averaged, self._window.kept):
             for name, (shape, _) in layout.signature().items():
-                if name not in targets:
+                tensor = live.get(name)
+                if tensor is None or tensor.shape != shape:
+                    found = "no such tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
                     raise LayoutError(
-                        f"tensor {name!r} was collected and this model does not have it: swap into "
-                        "the model that was collected from."
+                        f"tensor {name!r} was collected with shape {tuple(shape)} and this model "
+                        f"has {found}: swap into the model that was collected from."
                     )
-                if targets[name].shape != shape:
-                    raise LayoutError(
-                        f"tensor {name!r} was collected with shape {tuple(shape)} and has "
-                        f"{tuple(targets[name].shape)} in this model."
-                    )
-        names = {*self._window.averaged.signature(), *self._window.kept.signature()}
-        used = {name: targets[name] for name in names}
+                used[name] = tensor
+        # Names that were tied when they were collected and are not in this model.
+        untied = {a: name for a, name in self._window.ties.items() if a in live and name in used}
         weights = self._coefficients.weights(n)
-        return lend(model, used.values(), lambda: self._window.mean_into(used, n, weights))
+
+        def write() -> None:
+            self._window.mean_into(used, n, weights)
+            for alias, name in untied.items():
+                live[alias].copy_(used[name])
+
+        return lend(model, [*used.values(), *(live[alias] for alias in untied)], write)
 
     def wait(self) -> None:
         """Return when every snapshot is where it belongs: host memory, or the disk."""
@@ -290,6 +278,23 @@ class LatestWeightAverager:
                 hint = "check averager.ready, ask for average(k=...), or set before_full='average'."
             raise NotReadyError(f"{len(self)} of {self.k} snapshots were collected; {hint}")
         return len(self)
+
+    def _allocate(
+        self, dtype: torch.dtype | None, device: torch.device | None
+    ) -> dict[str, Tensor]:
+        """Room for an average: a tensor of its own for each name."""
+        out: dict[str, Tensor] = {}
+        for layout, wanted in ((self._window.averaged, dtype), (self._window.kept, None)):
+            for group in layout.groups:
+                home = torch.device("cpu") if self._window.on_host else group.device
+                for e in group.entries:
+                    out[e.name] = torch.empty_strided(
+                        e.shape,
+                        e.stride,
+                        dtype=_real_or_complex(group.dtype, wanted),
+                        device=device or home,
+                    )
+        return out
 
     def _counters(self) -> dict[str, Any]:
         return {

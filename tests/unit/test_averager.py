@@ -91,6 +91,17 @@ def test_tied_weights_are_averaged_once_and_stay_tied() -> None:
         assert model.head.weight is model.embedding.weight
 
 
+def test_a_tied_average_fills_an_untied_model() -> None:
+    model, untied = Tied(), Tied()
+    untied.head.weight = nn.Parameter(torch.zeros(5, 3))
+    averager = LatestWeightAverager(k=1)
+    averager.collect(model)
+    with averager.swapped_into(untied):
+        assert torch.equal(untied.head.weight, model.head.weight)
+        assert torch.equal(untied.embedding.weight, model.head.weight)
+    assert not untied.head.weight.any()
+
+
 def test_frozen_parameters_are_kept_once_or_omitted() -> None:
     model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 1))
     model[0].requires_grad_(False)

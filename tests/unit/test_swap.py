@@ -112,11 +112,13 @@ def test_refused_before_anything_was_collected() -> None:
 
 def test_another_models_tensors_are_named() -> None:
     _, averager = trained()
-    with pytest.raises(LayoutError, match=r"'0.weight' was collected and this model does not"):
+    with pytest.raises(LayoutError, match=r"'0.weight' was collected .* has no such tensor: swap"):
         averager.swapped_into(nn.Linear(1, 1))
     wider = small_net()
     wider[4] = nn.Linear(4 * 36, 5)
-    with pytest.raises(LayoutError, match=r"'4.weight' was collected with shape \(3, 144\)"):
+    with pytest.raises(
+        LayoutError, match=r"'4.weight' .* shape \(3, 144\) .* has shape \(5, 144\)"
+    ):
         averager.swapped_into(wider)
 
 

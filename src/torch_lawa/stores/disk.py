@@ -93,7 +93,7 @@ class DiskStore(Store):
         return Found(averaged, kept, notes)
 
     def open(self, averaged: Layout, kept: Layout, k: int) -> None:
-        """Begin a new window; the folder's old one goes when the new one's first file is there."""
+        """Begin a new window; what the folder held is removed."""
         self._acquire()
         self._averaged, self._kept, self._k = averaged, kept, k
         self.clear()
@@ -101,6 +101,7 @@ class DiskStore(Store):
 
     def retarget(self, averaged: Layout, kept: Layout) -> None:
         """Take coming snapshots from the devices of these layouts."""
+        self.wait()  # the thread may still be writing from the old stages
         self._averaged, self._kept = averaged, kept
         self._stages = [Stage(averaged), Stage(kept)]
         self._staged: list[list[Buffer]] | None = None
