@@ -71,7 +71,10 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
         assert process.stdout is not None
         beginnings.append(int(process.stdout.readline().split()[1]))
         if attempt < 3:
-            time.sleep(random.uniform(0.3, 0.8))
+            deadline = time.monotonic() + 60
+            while not (tmp_path / "killed.pt").exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(random.uniform(0.1, 0.6))
             process.send_signal(signal.SIGKILL)
         rest, _ = process.communicate()
         if "end" in rest:
