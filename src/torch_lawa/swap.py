@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_lawa.core.modes import ordinary_mode
-from torch_lawa.core.selection import unwrap
+from torch_lawa.core.selection import unwrap, write_into
 from torch_lawa.errors import SwapError
 
 __all__ = ["lend", "refuse_if_lent"]
@@ -51,6 +51,9 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy many tensors, in one call for each device and dtype."""
     groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
+        if 0 in target.stride():
+            write_into(target, source)
+            continue
         group = groups.setdefault((target.device, target.dtype), ([], []))
         group[0].append(target)
         group[1].append(source)

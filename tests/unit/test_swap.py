@@ -75,6 +75,21 @@ def test_buffers_changed_inside_return() -> None:
     assert model[1].hidden.tolist() == [0.0, 0.0]
 
 
+def test_buffers_that_repeat_their_memory() -> None:
+    """An expanded buffer cannot be written to value by value."""
+    model = nn.Linear(3, 2)
+    model.register_buffer("same", torch.ones(2, 1).expand(2, 5))
+    averager = LatestWeightAverager(k=1)
+    averager.collect(model)
+    with torch.no_grad():
+        model.weight.add_(1)
+        model.same[:, :1].fill_(7)
+    before = state(model)
+    with averager.swapped_into(model):
+        assert model.same.unique().tolist() == [1.0]
+    assert_same_state(state(model), before)
+
+
 def test_nesting_is_refused_and_harmless() -> None:
     model, averager = trained()
     before = state(model)

@@ -16,7 +16,8 @@ from torch_lawa.core.coefficients import Weights
 __all__ = ["block_length", "divide", "mean_blocks", "mean_reference", "round_into"]
 
 # A block of float64 sums must stay in cache while k snapshots are added to it, and be long enough
-# to hide the cost of a call: 2 MiB of sums on a CPU, 128 MiB on a GPU (measured, docs/decisions).
+# to hide the cost of a call: 2 MiB of sums on a CPU (measured: docs/decisions/0002), 128 MiB on a
+# GPU (chosen so that a launch costs little beside the work; not measured).
 _CPU_BLOCK = 1 << 18
 _GPU_BLOCK = 1 << 24
 

@@ -15,7 +15,15 @@ from torch.nn.parameter import is_lazy
 
 from torch_lawa.errors import LayoutError
 
-__all__ = ["BufferRule", "FrozenRule", "Selection", "Selector", "live_tensors", "unwrap"]
+__all__ = [
+    "BufferRule",
+    "FrozenRule",
+    "Selection",
+    "Selector",
+    "live_tensors",
+    "unwrap",
+    "write_into",
+]
 
 BufferRule = Literal["newest", "average"]
 FrozenRule = Literal["keep", "omit"]
@@ -123,6 +131,14 @@ def live_tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor, _ in _of_module(model):
         found.setdefault(_identity(tensor), (name, tensor))
     return dict(found.values())
+
+
+def write_into(target: Tensor, source: Tensor) -> None:
+    """`target.copy_(source)`, also where `target` repeats its memory (an expanded buffer)."""
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dim] > 1:
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    target.copy_(source)
 
 
 def unwrap(module: nn.Module) -> nn.Module:

@@ -131,6 +131,8 @@ class DiskStore(Store):
                 self._put(contents.pop(0), notes, commit=not contents)
             self.wait()
         except BaseException:
+            with contextlib.suppress(Exception):
+                self.wait()  # an interrupt may have left the thread at work
             self._remove(set(self._used()) - old_names)
             vars(self).update(before, _serial=self._serial)
             raise
@@ -180,8 +182,14 @@ class DiskStore(Store):
             self._stages, self._staged, (content.averaged, content.kept), strict=True
         ):
             stage.copy(buffers, tensors)
-        before = (list(self.snapshots), self.evicted, dict(self._files), self._kept_file)
-        gone, self._surplus = self._surplus, set()
+        before = {
+            "snapshots": list(self.snapshots),
+            "evicted": self.evicted,
+            "_files": dict(self._files),
+            "_kept_file": self._kept_file,
+            "_surplus": self._surplus,
+        }
+        gone, self._surplus = set(self._surplus), set()
         if self.evicted is not None:
             gone.add(self._files.pop(self.evicted.index))
             self.evicted = None
@@ -210,7 +218,7 @@ class DiskStore(Store):
         snapshot: Snapshot,
         manifest: str | None,
         gone: set[str],
-        before: tuple[list[Snapshot], Snapshot | None, dict[int, str], str | None],
+        before: dict[str, Any],
     ) -> None:
         """In the thread: files, then the manifest, then removals."""
         assert self._staged is not None
@@ -230,7 +238,7 @@ class DiskStore(Store):
                 with replacing(self.folder / _MANIFEST) as out:
                     out.write(manifest.encode())
         except BaseException:
-            self.snapshots, self.evicted, self._files, self._kept_file = before
+            vars(self).update(before)
             self._remove({name, kept_name})
             raise
         self._remove(gone)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_lawa.core.coefficients import Weights
 from torch_lawa.core.mean import mean_blocks, round_into
-from torch_lawa.core.selection import Selection
+from torch_lawa.core.selection import Selection, write_into
 from torch_lawa.core.sliding import SlidingSum
 from torch_lawa.errors import LayoutError, NonFiniteWarning
 from torch_lawa.stores.base import Content, Group, Layout, Snapshot, Store, flat_view
@@ -89,7 +89,7 @@ class Window:
                 # Host buffers that were streamed from may be overwritten by the next snapshot.
                 torch.cuda.current_stream(deliver.device).synchronize()
         for name, value in self.kept.views(self._store.kept_flats()).items():
-            targets[name].copy_(value)
+            write_into(targets[name], value)
         if n == len(self.snapshots):
             self._last_read = ids
         if not all(bool(f) for f in finite):
@@ -285,7 +285,7 @@ class _Delivery:
     def finish(self) -> None:
         """Deliver what needed a detour: targets whose memory is laid out otherwise."""
         for target, value in self._detours:
-            target.copy_(value)
+            write_into(target, value)
 
 
 def _real(flat: Tensor) -> Tensor:

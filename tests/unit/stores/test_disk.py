@@ -81,11 +81,18 @@ def test_a_later_process_goes_on(tmp_path: Path) -> None:
     assert averager.steps == [4, 5, 6]
 
 
-def test_another_k_when_reopened(tmp_path: Path) -> None:
+def test_another_k_when_reopened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_lawa.stores import disk
+
     del_me = write(tmp_path, range(5), k=4)
     del del_me
     averager = LatestWeightAverager(k=2, store=DiskStore(tmp_path))
     assert averager.average()["w"].tolist() == [3.5] * 4
+    with monkeypatch.context() as patch:  # a failed write forgets none of the surplus
+        patch.setattr(disk, "write_flat", lambda *_: (_ for _ in ()).throw(OSError("full")))
+        averager.collect({"w": torch.full((4,), 5.0), "n": torch.tensor(5)})
+        with pytest.raises(StoreError, match="full"):
+            averager.wait()
     averager.collect({"w": torch.full((4,), 5.0), "n": torch.tensor(5)})
     averager.wait()
     assert averager.average()["w"].tolist() == [4.5] * 4

@@ -13,6 +13,16 @@ def layout(device: str) -> Layout:
     return Layout((Group(torch.device(device), torch.float32, torch.float32, 4, (entry,)),))
 
 
+def test_memory_that_cannot_be_locked_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Runtime:
+        def cudaHostRegister(self, *_: int) -> int:
+            return 2
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    with pytest.warns(UserWarning, match=r"CUDA error 2.*collect will hold the caller"):
+        memory._page_lock(torch.zeros(4), torch.device("cuda:0"))
+
+
 def test_a_window_loaded_before_the_model_was_seen_is_locked_when_it_is_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
