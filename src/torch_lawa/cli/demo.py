@@ -88,7 +88,7 @@ def command(output: Path, seed: int, k: int, epochs: int, as_json: bool, overwri
 def _demo(
     config: "DigitsConfig", seeds: list[int], output: Path, begin: float, *, as_json: bool
 ) -> None:
-    from torch_lawa.checkpoints.safetensors import save_tensors
+    from torch_lawa.checkpoints.tensors import save_tensors
     from torch_lawa.cli.demo_progress import show_progress
     from torch_lawa.cli.demo_summary import Summary
     from torch_lawa.core.records import MetricsWriter, read_metrics

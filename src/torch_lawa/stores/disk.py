@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from torch_lawa.checkpoints.files import TEMPORARY, replacing
-from torch_lawa.checkpoints.safetensors import Header, map_flat, read_header, write_flat
+from torch_lawa.checkpoints.safetensors import Header, read_header
+from torch_lawa.checkpoints.tensors import map_flat, spec_of, write_flat
 from torch_lawa.errors import StoreError
 from torch_lawa.stores.base import Buffer, Content, Found, Layout, Snapshot, Store
 from torch_lawa.stores.memory import Stage
@@ -288,9 +289,8 @@ class DiskStore(Store):
                 "Restore it, or remove the folder to begin a new window."
             )
         header = read_header(path)
-        expected = {n: (dtype, shape) for n, dtype, shape in _entries(layout)}
-        found = {n: (dtype, shape) for n, (dtype, shape, _, _) in header.tensors.items()}
-        if found != expected:
+        expected = {n: spec_of(n, dtype, shape) for n, dtype, shape in _entries(layout)}
+        if header.tensors != expected:
             raise StoreError(f"{path}: holds other tensors than its manifest says.")
         return header
 

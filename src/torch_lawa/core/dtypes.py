@@ -1,0 +1,80 @@
+"""The kinds of values a checkpoint holds, under the names that safetensors gives them.
+
+Pure Python: a plan needs no tensors.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch_lawa.errors import ConfigError
+
+__all__ = ["DTYPES", "DType", "averageable", "parse_dtype"]
+
+
+@dataclass(frozen=True)
+class DType:
+    """A dtype: how wide a value is, and what may be done with it.
+
+    Floats and complex numbers are averaged, exact kinds come from the newest checkpoint, opaque
+    ones (scales and packed numbers that mean nothing by themselves) can only be left out.
+    """
+
+    code: str
+    itemsize: int
+    kind: Literal["float", "complex", "exact", "opaque"]
+    torch_name: str
+
+
+DTYPES = {
+    d.code: d
+    for d in (
+        DType("F64", 8, "float", "float64"),
+        DType("F32", 4, "float", "float32"),
+        DType("F16", 2, "float", "float16"),
+        DType("BF16", 2, "float", "bfloat16"),
+        DType("F8_E4M3", 1, "float", "float8_e4m3fn"),
+        DType("F8_E5M2", 1, "float", "float8_e5m2"),
+        DType("C64", 8, "complex", "complex64"),
+        DType("I64", 8, "exact", "int64"),
+        DType("I32", 4, "exact", "int32"),
+        DType("I16", 2, "exact", "int16"),
+        DType("I8", 1, "exact", "int8"),
+        DType("U64", 8, "exact", "uint64"),
+        DType("U32", 4, "exact", "uint32"),
+        DType("U16", 2, "exact", "uint16"),
+        DType("U8", 1, "exact", "uint8"),
+        DType("BOOL", 1, "exact", "bool"),
+        DType("F8_E8M0", 1, "opaque", "float8_e8m0fnu"),
+        DType("F8_E4M3FNUZ", 1, "opaque", "float8_e4m3fnuz"),
+        DType("F8_E5M2FNUZ", 1, "opaque", "float8_e5m2fnuz"),
+    )
+}
+
+
+def averageable(code: str) -> bool:
+    """Whether values of this dtype have a mean.
+
+    >>> averageable("BF16"), averageable("I64")
+    (True, False)
+    """
+    return DTYPES[code].kind in ("float", "complex")
+
+
+def parse_dtype(text: str) -> str:
+    """The code of a float dtype that someone typed: `bf16`, `bfloat16`, `BF16`.
+
+    >>> parse_dtype("bfloat16"), parse_dtype("fp32")
+    ('BF16', 'F32')
+    """
+    names = {"half": "F16", "float": "F32", "double": "F64", "fp8": "F8_E4M3"}
+    for dtype in DTYPES.values():
+        if dtype.kind == "float":
+            names |= {dtype.code.lower(): dtype.code, dtype.torch_name: dtype.code}
+            names[dtype.code.lower().replace("f", "fp", 1)] = dtype.code
+    code = names.get(text.strip().lower().removeprefix("torch."))
+    if code is None:
+        raise ConfigError(
+            f"dtype {text!r} is not one that can be written: use float32, bfloat16, float16, "
+            "float64, float8_e4m3fn or float8_e5m2."
+        )
+    return code
