@@ -11,6 +11,7 @@ __all__ = [
     "LayoutError",
     "NonFiniteWarning",
     "NotReadyError",
+    "OutputError",
     "StateError",
     "StoreError",
     "SwapError",
@@ -47,6 +48,10 @@ class StoreError(LawaError):
 
 class FormatError(LawaError):
     """A checkpoint or metrics file is not what it claims to be."""
+
+
+class OutputError(LawaError):
+    """A result cannot be written where it was asked for."""
 
 
 class BatchNormError(LawaError):

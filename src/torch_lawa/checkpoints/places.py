@@ -31,8 +31,9 @@ class Source(ABC):
     def view(self, begin: int, end: int) -> "Bytes":
         """Bytes `begin` to `end`; the caller has checked them against `size`."""
 
+    @abstractmethod
     def close(self) -> None:
-        """Give back what can be given back."""
+        """Give back the file; views that were taken stay valid."""
 
 
 class Place(ABC):
@@ -276,6 +277,9 @@ class _RemoteSource(Source):
                 "the file changed while it was read."
             )
         return np.frombuffer(found, dtype=np.uint8)
+
+    def close(self) -> None:
+        pass  # nothing is held between requests
 
 
 class SourceFile(io.RawIOBase):

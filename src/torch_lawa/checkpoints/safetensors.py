@@ -94,7 +94,8 @@ def parse_header(source: Source, place: Place) -> Header:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"{place}: the safetensors header is broken ({error}).") from None
     end = 0
-    for name, (_, (begin, stop)) in sorted(entries.items(), key=lambda item: item[1][1]):
+    entries = dict(sorted(entries.items(), key=lambda item: item[1][1]))  # as they lie
+    for name, (_, (begin, stop)) in entries.items():
         if begin != end:
             raise FormatError(f"{place}: tensor {name!r} begins at {begin}, expected {end}.")
         end = stop

@@ -16,6 +16,7 @@ __all__ = ["lawa", "main"]
 
 # What `lawa --help` says of each verb; its module `torch_lawa.cli.<verb>` has the rest.
 _VERBS = {
+    "average": "Average checkpoints: files, folders, patterns, URLs or a run.",
     "demo": "Train a small net on embedded data and show what averaging saved.",
 }
 

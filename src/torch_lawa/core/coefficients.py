@@ -8,11 +8,22 @@ exact: the sum is, and only the one division rounds.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 from torch_lawa.errors import ConfigError
 
-__all__ = ["Coefficients", "Explicit", "Exponential", "Uniform", "Weights"]
+__all__ = [
+    "Coefficients",
+    "Curve",
+    "Decay",
+    "Explicit",
+    "Exponential",
+    "Uniform",
+    "Weights",
+    "parse_coefficients",
+]
+
+Curve = Literal["linear", "1-sqrt", "cosine"]
 
 
 @dataclass(frozen=True)
@@ -116,3 +127,64 @@ class Explicit:
         if divisor == 0.0:
             raise ConfigError(f"Explicit: the weights {chosen} sum to 0; they cannot be a mean.")
         return Weights(chosen, divisor)
+
+
+@dataclass(frozen=True)
+class Decay:
+    """Weights that stand in for a learning-rate decay, for snapshots taken at a constant rate.
+
+    Snapshot j is the first one plus the updates of intervals 1 to j. Scaling the updates of
+    interval i by w_i, as a decaying rate would, gives a sum over snapshots with the weights
+    `c_j = w_j - w_{j+1}`. The curve runs from w_0 = 1 at the oldest of the n snapshots to w_n = 0,
+    evenly spaced; `linear` is then the uniform mean.
+
+    >>> [round(w, 3) for w in Decay("1-sqrt").weights(4).numerators]
+    [0.5, 0.207, 0.159, 0.134]
+    >>> Decay("linear").weights(4) == Uniform().weights(4)
+    True
+    """
+
+    curve: Curve = "1-sqrt"
+
+    def __post_init__(self) -> None:
+        if self.curve not in get_args(Curve):
+            raise ConfigError(
+                f"Decay({self.curve!r}): the curve must be one of {', '.join(get_args(Curve))}."
+            )
+
+    def weights(self, n: int) -> Weights:
+        """The drops of the curve from each snapshot to the next."""
+        if self.curve == "linear":
+            return Uniform().weights(n)
+        drops = [_curve(self.curve, j / n) - _curve(self.curve, (j + 1) / n) for j in range(n)]
+        return Weights(tuple(drops), math.fsum(drops))
+
+
+def _curve(curve: Curve, t: float) -> float:
+    return 1.0 - math.sqrt(t) if curve == "1-sqrt" else (1.0 + math.cos(math.pi * t)) / 2.0
+
+
+def parse_coefficients(text: str) -> Coefficients:
+    """The rule that someone typed.
+
+    >>> parse_coefficients("exponential:0.5"), parse_coefficients("decay:cosine")
+    (Exponential(alpha=0.5), Decay(curve='cosine'))
+    """
+    rule, _, argument = text.strip().partition(":")
+    try:
+        if rule == "uniform" and not argument:
+            return Uniform()
+        if rule == "exponential":
+            return Exponential(float(argument)) if argument else Exponential()
+        if rule == "decay":
+            return Decay(argument or "1-sqrt")  # type: ignore[arg-type]
+        if rule == "explicit":
+            return Explicit([float(part) for part in argument.split(",")])
+    except ConfigError:
+        raise
+    except ValueError:
+        raise ConfigError(f"coefficients {text!r}: {argument!r} is not a number.") from None
+    raise ConfigError(
+        f"coefficients {text!r}: use uniform, exponential:ALPHA (the weight of the newest), "
+        "decay:linear, decay:1-sqrt, decay:cosine, or explicit:W1,W2,... (oldest first)."
+    )

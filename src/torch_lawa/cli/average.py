@@ -1,0 +1,155 @@
+"""`lawa average`: the mean of checkpoints that lie on disk."""
+
+import json
+
+import click
+
+from torch_lawa.cli.working import while_shown
+from torch_lawa.core.units import format_bytes, parse_bytes
+from torch_lawa.offline import Plan, Result, average_checkpoints, plan_average
+from torch_lawa.offline.engine import Meter
+
+__all__ = ["command"]
+
+_EXAMPLES = """
+\b
+Examples:
+  lawa average runs/gpt --last 6 -o averaged              the six newest of a run
+  lawa average runs/gpt --at 9000 --last 6 -o averaged    the six up to step 9000
+  lawa average a.pt b.pt --weights 1,3 -o mean.pt         files, b counting three times
+  lawa average 's3://bucket/run/step-*' -o averaged       patterns and URLs
+  lawa average runs/gpt --last 8 --coefficients decay:1-sqrt -o averaged
+"""
+
+
+@click.command(epilog=_EXAMPLES, short_help="Average checkpoints.")
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
+@click.option("-o", "--output", required=True, metavar="OUT", help="File, folder or URL to write.")
+@click.option("--last", type=int, metavar="K", help="The K newest checkpoints.")
+@click.option("--at", type=int, metavar="STEP", help="The window ends at this step (or epoch).")
+@click.option("--from", "start", type=int, metavar="STEP", help="Not before this step.")
+@click.option("--to", "stop", type=int, metavar="STEP", help="Not after this step.")
+@click.option("--every", type=int, metavar="N", help="Only steps that are multiples of N.")
+@click.option(
+    "--coefficients",
+    default="uniform",
+    show_default=True,
+    metavar="RULE",
+    help="uniform, exponential:ALPHA, decay:linear|1-sqrt|cosine, explicit:W,W,... (oldest first).",
+)
+@click.option("--weights", metavar="W,W,...", help="One weight for each INPUT, in their order.")
+@click.option("--dtype", metavar="DTYPE", help="Write floats as float32, bfloat16, ...")
+@click.option("--include", multiple=True, metavar="PATTERN", help="Only tensors with such names.")
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="No tensors with such names.")
+@click.option(
+    "--buffers",
+    type=click.Choice(["newest", "average"]),
+    default="newest",
+    show_default=True,
+    help="BatchNorm statistics.",
+)
+@click.option("--strip-prefix", default="", metavar="PREFIX", help="Leave this off every name.")
+@click.option("--key", metavar="KEY", help="The entry of a PyTorch file that holds the weights.")
+@click.option(
+    "--layout",
+    type=click.Choice(["single", "sharded", "distributed"]),
+    help="Layout of the output; that of the inputs unless given.",
+)
+@click.option("--max-shard-size", metavar="SIZE", help="Split into shards of at most, e.g., 5GB.")
+@click.option("--digests", is_flag=True, help="Note the SHA-256 of every input in the result.")
+@click.option("--threads", type=int, metavar="N", help="Threads; one a core unless given.")
+@click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print for programs.")
+def command(
+    inputs: tuple[str, ...],
+    output: str,
+    last: int | None,
+    at: int | None,
+    start: int | None,
+    stop: int | None,
+    every: int | None,
+    coefficients: str,
+    weights: str | None,
+    dtype: str | None,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    buffers: str,
+    strip_prefix: str,
+    key: str | None,
+    layout: str | None,
+    max_shard_size: str | None,
+    digests: bool,
+    threads: int | None,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Average checkpoints: files, folders, patterns, URLs, or a run's folder.
+
+    Reads safetensors, sharded folders, PyTorch files, distributed checkpoints and adapters, each
+    byte once, and writes the same layout with the exact mean (float64, rounded once).
+    """
+    plan = plan_average(
+        inputs,
+        output,
+        last=last,
+        at=at,
+        start=start,
+        stop=stop,
+        every=every,
+        coefficients=coefficients,
+        weights=None if weights is None else _numbers(weights),
+        dtype=dtype,
+        include=include,
+        exclude=exclude,
+        buffers=buffers,  # type: ignore[arg-type]
+        strip_prefix=strip_prefix,
+        key=key,
+        layout=layout,  # type: ignore[arg-type]
+        max_shard_size=None if max_shard_size is None else parse_bytes(max_shard_size),
+        overwrite=overwrite,
+    )
+    if dry_run:
+        click.echo(json.dumps(plan.to_json(), indent=2) if as_json else str(plan))
+        return
+    if not as_json:
+        for note in plan.notes:
+            click.echo(f"Note: {note}", err=True)
+    meter = Meter()
+    result = while_shown(
+        lambda: average_checkpoints(plan, threads=threads, digests=digests, meter=meter),
+        meter,
+        "Averaging",
+    )
+    if as_json:
+        click.echo(json.dumps({**plan.to_json(), **result.to_json()}, indent=2))
+    else:
+        _say(plan, result)
+
+
+def _say(plan: Plan, result: Result) -> None:
+    if result.not_finite:
+        more = len(result.not_finite) - 1
+        click.echo(
+            f"Warning: the mean of {result.not_finite[0]!r}"
+            + (f" and {more} other tensors" if more else "")
+            + " holds NaN or Inf, as a checkpoint does.",
+            err=True,
+        )
+    first, newest = plan.inputs[0].label, plan.inputs[-1].label
+    rate = result.bytes_read / max(result.engine_seconds, 1e-9)
+    click.echo(
+        f"{result.place}: the mean of {len(plan.inputs)} checkpoints, {first} to {newest}. "
+        f"Read {format_bytes(result.bytes_read)} in {result.seconds:.2f} s "
+        f"({format_bytes(rate)}/s), wrote {format_bytes(result.bytes_written)}."
+    )
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(
+            f"{text!r} is not a list of numbers like 1,2,3", param_hint="--weights"
+        ) from None

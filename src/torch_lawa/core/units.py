@@ -1,0 +1,36 @@
+"""Sizes as people write and read them."""
+
+import re
+
+from torch_lawa.errors import ConfigError
+
+__all__ = ["format_bytes", "parse_bytes"]
+
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+_TYPED = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)[bB]?\s*")
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes in the largest unit that leaves a number of at least 1.
+
+    >>> format_bytes(1_420_000_000), format_bytes(12)
+    ('1.42 GB', '12 B')
+    """
+    at = 0
+    while num_bytes >= 1000 and at < len(_UNITS) - 1:
+        num_bytes, at = num_bytes / 1000, at + 1
+    return f"{num_bytes:.3g} {_UNITS[at]}"
+
+
+def parse_bytes(text: str) -> int:
+    """`5GB`, `500 MB`, `2GiB` or a plain number of bytes.
+
+    >>> parse_bytes("5GB"), parse_bytes("1KiB")
+    (5000000000, 1024)
+    """
+    found = _TYPED.fullmatch(text)
+    if not found:
+        raise ConfigError(f"{text!r} is not a size; write it like 5GB or 500MB.")
+    number, unit, binary = found.groups()
+    power = " kmgt".index(unit.lower()) if unit else 0
+    return int(float(number) * (1024 if binary else 1000) ** power)

@@ -1,0 +1,201 @@
+"""Where a result goes and how it is laid out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch_lawa.checkpoints.base import Checkpoint, Layout
+from torch_lawa.checkpoints.huggingface import WEIGHTS
+from torch_lawa.checkpoints.opening import TORCH_SUFFIXES, is_checkpoint_folder
+from torch_lawa.checkpoints.places import LocalPlace, Place
+from torch_lawa.core.dtypes import DTYPES
+from torch_lawa.errors import ConfigError, OutputError
+from torch_lawa.offline.matching import PlannedTensor
+
+__all__ = ["DEFAULT_SHARD", "Output", "Shard", "plan_output"]
+
+DEFAULT_SHARD = 5_000_000_000  # bytes, what Hugging Face's `save_pretrained` has used for years
+
+# Beside the weights, what `from_pretrained` may want; the state of the run is not among it.
+_COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+_NOT_COPIED = ("trainer_state.json", "lawa.json")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A safetensors file of the output and the tensors in it, in order."""
+
+    file: str
+    tensors: tuple[PlannedTensor, ...]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What will be written where."""
+
+    place: Place
+    kind: Literal["safetensors", "torch", "distributed"]
+    is_folder: bool
+    shards: tuple[Shard, ...]
+    index: str | None  # the file that says which shard has what
+    copied: tuple[Place, ...]
+    nested_under: str  # the key that holds the weights in a PyTorch file or DCP folder
+    overwrite: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(t.target.nbytes for shard in self.shards for t in shard.tensors)
+
+    @property
+    def space(self) -> int:
+        """Bytes of disk that are needed while it is made: twice where PyTorch writes it."""
+        copied = sum(place.size for place in self.copied)
+        return self.num_bytes * (1 if self.kind == "safetensors" else 2) + copied
+
+    def describe(self) -> str:
+        """For people: what it will be."""
+        if self.kind == "torch":
+            return "PyTorch file"
+        if self.kind == "distributed":
+            return "PyTorch distributed checkpoint"
+        if len(self.shards) == 1:
+            return "one safetensors file" + (" in a folder" if self.is_folder else "")
+        return f"{len(self.shards)} safetensors shards"
+
+
+def plan_output(
+    place: Place,
+    checkpoints: Sequence[Checkpoint],
+    tensors: Sequence[PlannedTensor],
+    *,
+    layout: Layout | None,
+    max_shard_size: int | None,
+    overwrite: bool,
+) -> Output:
+    """Decide the layout: what was asked for, else that of the newest input."""
+    newest = checkpoints[-1]
+    is_file = place.suffix in (".safetensors", *TORCH_SUFFIXES)
+    if is_file and layout not in (None, "single"):
+        raise ConfigError(
+            f"{place}: names one file, and the layout {layout!r} needs a folder; give a name "
+            "without a suffix."
+        )
+    chosen: Layout = "single" if is_file else layout or newest.layout
+    if layout is None and max_shard_size is not None and not is_file and chosen == "single":
+        chosen = "sharded"
+    if max_shard_size is not None and chosen != "sharded":
+        raise ConfigError(f"a size of shards was given, and {place} will not have any.")
+    kind: Literal["safetensors", "torch", "distributed"] = "safetensors"
+    if is_file and place.suffix != ".safetensors":
+        kind = "torch"
+    elif chosen == "distributed":
+        kind = "distributed"
+    if kind != "safetensors" and not place.local:
+        raise ConfigError(f"{place}: only safetensors can be written to a URL.")
+    shards = _shards(place, newest, tensors, chosen if kind == "safetensors" else "single",
+                     max_shard_size, is_file)  # fmt: skip
+    _refuse_clashes(place, checkpoints, overwrite)
+    return Output(
+        place=place,
+        kind=kind,
+        is_folder=not is_file,
+        shards=shards,
+        index=None if is_file or chosen != "sharded" else f"{_stem(newest)}.safetensors.index.json",
+        copied=() if is_file else tuple(_side_files(newest)),
+        nested_under=getattr(newest, "key", None) or "",
+        overwrite=overwrite,
+    )
+
+
+def _shards(
+    place: Place,
+    newest: Checkpoint,
+    tensors: Sequence[PlannedTensor],
+    layout: Layout,
+    max_shard_size: int | None,
+    is_file: bool,
+) -> tuple[Shard, ...]:
+    if layout != "sharded":
+        file = place.name if is_file else f"{_stem(newest)}.safetensors"
+        return (Shard(file, _aligned(tensors)),)
+    groups: dict[str, list[PlannedTensor]] = {}
+    if newest.layout == "sharded" and max_shard_size is None:
+        for tensor in tensors:
+            groups.setdefault(newest.file_of(tensor.name).name, []).append(tensor)
+        found = [groups[name] for name in sorted(groups)]
+    else:
+        found = _by_size(tensors, max_shard_size or DEFAULT_SHARD)
+    stem, n = _stem(newest), len(found)
+    return tuple(
+        Shard(f"{stem}-{i:05d}-of-{n:05d}.safetensors", _aligned(group))
+        for i, group in enumerate(found, start=1)
+    )
+
+
+def _by_size(tensors: Sequence[PlannedTensor], limit: int) -> list[list[PlannedTensor]]:
+    if limit < 1:
+        raise ConfigError(f"shards of at most {limit} bytes cannot hold anything.")
+    groups: list[list[PlannedTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if groups[-1] and size + tensor.target.nbytes > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.target.nbytes
+    return groups
+
+
+def _aligned(tensors: Sequence[PlannedTensor]) -> tuple[PlannedTensor, ...]:
+    """Widest first keeps every tensor aligned without gaps, which the format does not allow."""
+    return tuple(sorted(tensors, key=lambda t: -DTYPES[t.target.dtype].itemsize))
+
+
+def _stem(newest: Checkpoint) -> str:
+    """`model`, or the name the weights of such a folder must have to be found again."""
+    name = newest.files[0].name if newest.files else ""
+    for known in ("adapter_model", "diffusion_pytorch_model"):
+        if name.startswith(known):
+            return known
+    return "model"
+
+
+def _side_files(newest: Checkpoint) -> list[Place]:
+    folder = newest.place
+    if not folder.is_folder():
+        if folder.name not in WEIGHTS:
+            return []
+        folder = folder.parent
+    return [
+        place
+        for place in folder.children()
+        if place.suffix in _COPIED
+        and place.is_file()
+        and place.name not in _NOT_COPIED
+        and not place.name.endswith(".index.json")
+    ]
+
+
+def _refuse_clashes(place: Place, checkpoints: Sequence[Checkpoint], overwrite: bool) -> None:
+    ours = _resolved(place)
+    for checkpoint in checkpoints:
+        for part in (checkpoint.place, *checkpoint.files):
+            theirs = _resolved(part)
+            if theirs == ours or theirs.startswith(ours + "/") or ours.startswith(theirs + "/"):
+                raise OutputError(
+                    f"{place}: is, holds or lies in the input {checkpoint.place}; write elsewhere."
+                )
+    if not place.exists():
+        return
+    if not overwrite:
+        raise OutputError(f"{place}: exists already. Pass --overwrite to replace it.")
+    if place.is_folder() and place.children() and not is_checkpoint_folder(place):
+        raise OutputError(
+            f"{place}: is a folder with other things than a checkpoint in it, which replacing it "
+            "would remove. Write elsewhere, or remove it yourself."
+        )
+
+
+def _resolved(place: Place) -> str:
+    return str(place.path.resolve()) if isinstance(place, LocalPlace) else str(place)

@@ -1,0 +1,302 @@
+"""What an average will be: a value that can be printed, checked and then carried out."""
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torch_lawa.checkpoints.base import Checkpoint, Layout
+from torch_lawa.checkpoints.discovery import Discovery, Found, discover, select
+from torch_lawa.checkpoints.huggingface import read_json
+from torch_lawa.checkpoints.opening import open_checkpoint
+from torch_lawa.checkpoints.places import Place, parse_place
+from torch_lawa.core.coefficients import (
+    Coefficients,
+    Explicit,
+    Uniform,
+    Weights,
+    parse_coefficients,
+)
+from torch_lawa.core.dtypes import parse_dtype
+from torch_lawa.core.units import format_bytes
+from torch_lawa.errors import ConfigError, LayoutError
+from torch_lawa.offline.matching import Buffers, PlannedTensor, match_tensors, shared_aliases
+from torch_lawa.offline.output import Output, plan_output
+
+__all__ = ["Plan", "PlannedInput", "plan_average", "plan_found", "plan_opened"]
+
+Input = str | os.PathLike[str]
+_LORA = ("r", "lora_alpha", "use_rslora", "use_dora", "peft_type", "rank_pattern", "alpha_pattern")
+
+
+@dataclass(frozen=True)
+class PlannedInput:
+    """A checkpoint that takes part, and how much it counts."""
+
+    place: Place
+    label: str
+    step: int | None
+    epoch: int | None
+    format: str
+    num_bytes: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which checkpoints, oldest first, become what. Print it; `average_checkpoints` runs it."""
+
+    inputs: tuple[PlannedInput, ...]
+    weights: Weights
+    coefficients: str
+    tensors: tuple[PlannedTensor, ...]
+    aliases: dict[str, str]
+    output: Output
+    notes: tuple[str, ...]
+    metadata: dict[str, str]
+    key: str | None = None
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the inputs that will be read: each once."""
+        used = sum(w != 0.0 for w in self.weights.numerators)
+        return sum(t.source.nbytes * (used if t.rule == "average" else 1) for t in self.tensors)
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of tensors in the output."""
+        return self.output.num_bytes
+
+    def __str__(self) -> str:
+        lines = [f"Average of {len(self.inputs)} checkpoints ({self.coefficients}), oldest first:"]
+        labels = max(len(i.label) for i in self.inputs)
+        for i in self.inputs:
+            size = format_bytes(i.num_bytes)
+            lines.append(f"  {i.label:<{labels}}  weight {i.weight:<8.4g} {size:>8}  {i.place}")
+        averaged = [t for t in self.tensors if t.rule == "average"]
+        dtypes = sorted({t.target.dtype for t in averaged})
+        lines.append(
+            f"Tensors: {len(averaged)} averaged ({', '.join(dtypes) or 'none'}; "
+            f"{sum(t.target.numel for t in averaged):,} values), "
+            f"{len(self.tensors) - len(averaged)} from the newest, {len(self.aliases)} tied names."
+        )
+        lines.append(
+            f"Reads {format_bytes(self.bytes_read)}, writes {format_bytes(self.bytes_written)}:"
+        )
+        copied = f" and {len(self.output.copied)} files beside it" if self.output.copied else ""
+        lines.append(f"  {self.output.place}: {self.output.describe()}{copied}")
+        lines += [f"Note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """The same for programs."""
+        return {
+            "inputs": [
+                {
+                    "path": str(i.place),
+                    "step": i.step,
+                    "epoch": i.epoch,
+                    "format": i.format,
+                    "bytes": i.num_bytes,
+                    "weight": i.weight,
+                }
+                for i in self.inputs
+            ],
+            "coefficients": self.coefficients,
+            "num_averaged": sum(t.rule == "average" for t in self.tensors),
+            "num_from_newest": sum(t.rule == "newest" for t in self.tensors),
+            "tied": self.aliases,
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "output": {
+                "path": str(self.output.place),
+                "kind": self.output.kind,
+                "files": [shard.file for shard in self.output.shards],
+                "copied": [place.name for place in self.output.copied],
+            },
+            "notes": list(self.notes),
+        }
+
+
+def plan_average(
+    inputs: Input | Sequence[Input],
+    output: Input,
+    *,
+    last: int | None = None,
+    at: int | None = None,
+    start: int | None = None,
+    stop: int | None = None,
+    every: int | None = None,
+    coefficients: Coefficients | str = "uniform",
+    weights: Sequence[float] | None = None,
+    dtype: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    buffers: Buffers = "newest",
+    strip_prefix: str = "",
+    layout: Layout | None = None,
+    max_shard_size: int | None = None,
+    key: str | None = None,
+    overwrite: bool = False,
+) -> Plan:
+    """Plan the average of checkpoints: files, folders, patterns, URLs, or a run's folder.
+
+    Of a run, say which: the `last` k, ending `at` a step, from `start` to `stop`, those at
+    multiples of `every`. `weights` are one for each of several explicit inputs, in the order
+    given. Nothing is written; everything that can be known to fail fails here.
+
+    >>> import tempfile, torch
+    >>> from pathlib import Path
+    >>> from torch_lawa.checkpoints.tensors import save_tensors
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for step in (100, 200, 300):
+    ...         save_tensors(Path(folder) / f"step_{step}.safetensors", {"w": torch.ones(2)})
+    ...     plan = plan_average(folder, Path(folder) / "mean.safetensors", last=2)
+    >>> [i.step for i in plan.inputs], plan.bytes_read
+    ([200, 300], 16)
+    """
+    many = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
+    found = discover(many, key=key)
+    selection = {"last": last, "at": at, "start": start, "stop": stop, "every": every}
+    if found.is_run and all(value is None for value in selection.values()):
+        raise ConfigError(
+            f"{many[0]}: is a run of {len(found.found)} checkpoints ({found.found[0].label} to "
+            f"{found.found[-1].label}); say which to average, such as --last 6."
+        )
+    rule = _rule(found, many, coefficients, weights)
+    chosen = select(found, last=last, at=at, start=start, stop=stop, every=every)
+    return plan_found(
+        chosen.found,
+        parse_place(output),
+        rule=rule,
+        name=coefficients if isinstance(coefficients, str) and weights is None else repr(rule),
+        notes=chosen.notes,
+        dtype=None if dtype is None else parse_dtype(dtype),
+        include=include,
+        exclude=exclude,
+        buffers=buffers,
+        strip_prefix=strip_prefix,
+        layout=layout,
+        max_shard_size=max_shard_size,
+        key=key,
+        overwrite=overwrite,
+    )
+
+
+def plan_found(found: Sequence[Found], output: Place, *, key: str | None, **how: Any) -> Plan:
+    """Plan the average of checkpoints that were found and chosen, oldest first."""
+    with ExitStack() as stack:
+        opened = [stack.enter_context(open_checkpoint(f.place, key=key)) for f in found]
+        return plan_opened(found, opened, output, key=key, **how)
+
+
+def plan_opened(
+    found: Sequence[Found],
+    opened: Sequence[Checkpoint],
+    output: Place,
+    *,
+    rule: Coefficients,
+    name: str,
+    notes: Sequence[str] = (),
+    dtype: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    buffers: Buffers = "newest",
+    strip_prefix: str = "",
+    layout: Layout | None = None,
+    max_shard_size: int | None = None,
+    key: str | None = None,
+    overwrite: bool = False,
+) -> Plan:
+    """Plan the average of checkpoints that are open already."""
+    weights = rule.weights(len(found))
+    tensors = match_tensors(
+        opened,
+        include=include,
+        exclude=exclude,
+        dtype=dtype,
+        buffers=buffers,
+        strip_prefix=strip_prefix,
+    )
+    _check_adapters(opened)
+    return Plan(
+        inputs=tuple(
+            PlannedInput(
+                f.place, f.label, f.step, f.epoch, c.format, c.num_bytes, w / weights.divisor
+            )
+            for f, c, w in zip(found, opened, weights.numerators, strict=True)
+        ),
+        weights=weights,
+        coefficients=name,
+        tensors=tuple(tensors),
+        aliases=shared_aliases(opened, tensors, strip_prefix),
+        output=plan_output(
+            output,
+            opened,
+            tensors,
+            layout=layout,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+        ),
+        notes=(*notes, *_notes(opened, tensors, buffers)),
+        metadata=dict(opened[-1].metadata),
+        key=key,
+    )
+
+
+def _rule(
+    found: Discovery,
+    inputs: Sequence[Input],
+    coefficients: Coefficients | str,
+    weights: Sequence[float] | None,
+) -> Coefficients:
+    if weights is None:
+        return parse_coefficients(coefficients) if isinstance(coefficients, str) else coefficients
+    if not (coefficients == "uniform" or coefficients == Uniform()):
+        raise ConfigError("give weights or coefficients, not both.")
+    if len(weights) != len(inputs) or len(found.found) != len(inputs):
+        raise ConfigError(
+            f"{len(weights)} weights for {len(inputs)} inputs ({len(found.found)} checkpoints): "
+            "give one weight for each file, in the order of the files."
+        )
+    # They were given with the files; the files may have been put in the order of their steps.
+    given = {str(parse_place(i)): w for i, w in zip(inputs, weights, strict=True)}
+    return Explicit([given[str(f.place)] for f in found.found])
+
+
+def _notes(
+    opened: Sequence[Checkpoint], tensors: Sequence[PlannedTensor], buffers: Buffers
+) -> list[str]:
+    notes = list(dict.fromkeys(note for c in opened for note in c.notes))
+    statistics = sum(t.name.endswith("running_mean") for t in tensors)
+    if statistics and buffers == "newest":
+        notes.append(
+            f"the statistics of {statistics} BatchNorm layers come from the newest checkpoint; "
+            "re-estimate them before use (torch_lawa.recalibrate_batch_norm)."
+        )
+    if any(t.name.endswith(("lora_A.weight", "lora_B.weight")) for t in tensors):
+        notes.append(
+            "LoRA factors are averaged one by one; the product of averaged factors is not the "
+            "average of the products."
+        )
+    return notes
+
+
+def _check_adapters(opened: Sequence[Checkpoint]) -> None:
+    """Adapters of one shape may still scale differently; that would make their mean wrong."""
+    configs = []
+    for checkpoint in opened:
+        folder = checkpoint.place
+        folder = folder if folder.is_folder() else folder.parent
+        place = folder.child("adapter_config.json")
+        if checkpoint.files[0].name.startswith("adapter_model") and place.is_file():
+            configs.append((place, read_json(place)))
+    for place, config in configs[:-1]:
+        newest_place, newest = configs[-1]
+        for name in _LORA:
+            if config.get(name) != newest.get(name):
+                raise LayoutError(
+                    f"{place}: {name} is {config.get(name)}, but {newest.get(name)} in "
+                    f"{newest_place}: adapters that scale differently have no mean."
+                )

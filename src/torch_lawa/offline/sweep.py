@@ -1,0 +1,302 @@
+"""Many windows at many steps in one pass: each checkpoint is read once, not once for every k.
+
+A piece of every checkpoint is decoded once and all windows are summed from it. Results that are
+only to be evaluated lie in a scratch folder, as many at a time as its disk has room for; windows of
+a later batch read again only the checkpoints that they share with the one before.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch_lawa.checkpoints.discovery import Found, discover, select
+from torch_lawa.checkpoints.opening import open_checkpoint
+from torch_lawa.checkpoints.places import LocalPlace, Place, parse_place
+from torch_lawa.core.coefficients import Coefficients, parse_coefficients
+from torch_lawa.core.pieces import PieceWindows
+from torch_lawa.core.records import MetricsWriter, Row, read_metrics
+from torch_lawa.core.units import format_bytes
+from torch_lawa.errors import ConfigError
+from torch_lawa.offline.average import metadata_of
+from torch_lawa.offline.engine import (
+    Meter,
+    default_threads,
+    in_threads,
+    pieces_of,
+    read_piece,
+    value_width,
+)
+from torch_lawa.offline.matching import PlannedTensor
+from torch_lawa.offline.plan import Input, plan_found, plan_opened
+from torch_lawa.offline.writing import writing
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Evaluator", "SweepPlan", "Window", "plan_sweep", "run_sweep"]
+
+Evaluator = Callable[["dict[str, Tensor]"], Mapping[str, Any]]
+
+# Decoded pieces of all checkpoints must stay in the cache together.
+_PIECE = 1 << 14
+_SHARE_OF_DISK = 0.5
+
+
+@dataclass(frozen=True)
+class Window:
+    """The k checkpoints that end at one of them; k = 1 is that checkpoint itself."""
+
+    k: int
+    end: int  # position of the newest among all checkpoints of the sweep
+    step: int | None
+    epoch: int | None
+
+    @property
+    def positions(self) -> range:
+        """Of its checkpoints, oldest first."""
+        return range(self.end - self.k + 1, self.end + 1)
+
+    @property
+    def name(self) -> str:
+        """For its file: unique in a sweep, sorted as the run went."""
+        number = f"step-{self.step}" if self.step is not None else f"epoch-{self.epoch}"
+        return f"{number}-k-{self.k}"
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """Which windows of which checkpoints. Print it; `run_sweep` runs it."""
+
+    found: tuple[Found, ...]
+    windows: tuple[Window, ...]
+    coefficients: str
+    rule: Coefficients
+    result_bytes: int  # of one result
+    notes: tuple[str, ...]
+    key: str | None
+
+    def __str__(self) -> str:
+        ks = sorted({w.k for w in self.windows})
+        ends = sorted({w.end for w in self.windows})
+        first, newest = self.found[ends[0]].label, self.found[ends[-1]].label
+        lines = [
+            f"Sweep of {len(self.found)} checkpoints ({self.coefficients}): "
+            f"k = {', '.join(map(str, ks))}, ending at {len(ends)} of them ({first} to {newest}).",
+            f"{len(self.windows)} results of {format_bytes(self.result_bytes)}.",
+        ]
+        return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
+
+
+def plan_sweep(
+    run: Input | Sequence[Input],
+    ks: Sequence[int],
+    *,
+    at: Sequence[int] | None = None,
+    start: int | None = None,
+    stop: int | None = None,
+    every: int | None = None,
+    coefficients: Coefficients | str = "uniform",
+    key: str | None = None,
+) -> SweepPlan:
+    """Plan windows of each `k` that end at the steps `at` (every checkpoint by default).
+
+    A window is made where all its k checkpoints are there.
+    """
+    if not ks or min(ks) < 1 or len(set(ks)) != len(ks):
+        raise ConfigError(f"k = {list(ks)}: give different whole numbers from 1 on, such as 2,4,6.")
+    rule = parse_coefficients(coefficients) if isinstance(coefficients, str) else coefficients
+    inputs = [run] if isinstance(run, str | os.PathLike) else list(run)
+    chosen = select(discover(inputs, key=key), start=start, stop=stop, every=every)
+    found = chosen.found
+    if chosen.ordered_by == "given":
+        raise ConfigError(
+            f"{inputs[0]}: a sweep needs checkpoints with steps or epochs (in names or inside)."
+        )
+    numbers = [f.step if chosen.ordered_by == "step" else f.epoch for f in found]
+    missing = [step for step in at or () if step not in numbers]
+    if missing:
+        raise ConfigError(
+            f"there is no checkpoint at {missing[0]}; there are {', '.join(map(str, numbers[:20]))}"
+            + (" ..." if len(numbers) > 20 else "")
+        )
+    by_step = chosen.ordered_by == "step"
+    windows = tuple(
+        Window(k, end, f.step if by_step else None, f.epoch)
+        for end, f in enumerate(found)
+        if at is None or numbers[end] in at
+        for k in sorted(ks)
+        if k <= end + 1
+    )
+    too_long = [k for k in ks if not any(w.k == k for w in windows)]
+    if too_long:
+        raise ConfigError(
+            f"k = {too_long[0]}: no window has that many checkpoints (there are {len(found)})."
+        )
+    newest = found[windows[-1].end]
+    probe = plan_found([newest], LocalPlace("sweep.safetensors"), key=key, rule=rule, name="")
+    name = coefficients if isinstance(coefficients, str) else repr(rule)
+    return SweepPlan(tuple(found), windows, name, rule, probe.bytes_written, chosen.notes, key)
+
+
+def run_sweep(
+    plan: SweepPlan,
+    *,
+    evaluator: Evaluator | None = None,
+    metrics: Path | None = None,
+    output: Input | None = None,
+    scratch: Path | None = None,
+    labels: Mapping[str, Any] | None = None,
+    threads: int | None = None,
+    meter: Meter | None = None,
+    on_row: Callable[[Row], None] | None = None,
+) -> list[Row]:
+    """Make every result; evaluate it, or write it to the folder `output`, or both.
+
+    Rows that `metrics` has already are not made again, so a sweep that was stopped goes on.
+    """
+    if evaluator is None and output is None:
+        raise ConfigError("a sweep needs an evaluator, an output folder, or both.")
+    meter = meter or Meter()
+    todo = _without_known(plan.windows, metrics)
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        writer = stack.enter_context(MetricsWriter(metrics)) if metrics else None
+        if output is None:
+            made = tempfile.TemporaryDirectory(prefix="lawa-sweep-", dir=scratch)
+            folder: Place = LocalPlace(stack.enter_context(made))
+        else:
+            folder = parse_place(output)
+        batches = list(_batches(todo, plan, folder, keep=output is not None))
+        meter.total = sum(_bytes_read(batch, plan) for batch in batches)
+        for batch in batches:
+            places = {w: folder.child(f"{w.name}.safetensors") for w in batch}
+            aliases = _make(plan, batch, places, threads, meter)
+            for window in batch if evaluator else ():
+                row = _evaluate(evaluator, places[window], aliases, window, labels)  # type: ignore[arg-type]
+                rows.append(row)
+                if writer:
+                    writer.write(row)
+                if on_row:
+                    on_row(row)
+                if output is None:
+                    Path(str(places[window])).unlink()
+    return rows
+
+
+def _without_known(windows: Sequence[Window], metrics: Path | None) -> list[Window]:
+    if metrics is None or not metrics.exists():
+        return list(windows)
+    known = {(row.get("step"), row.get("epoch"), row.get("k")) for row in read_metrics(metrics)}
+    return [w for w in windows if (w.step, w.epoch, _k(w)) not in known]
+
+
+def _k(window: Window) -> int | None:
+    return None if window.k == 1 else window.k
+
+
+def _batches(
+    windows: Sequence[Window], plan: SweepPlan, folder: Place, *, keep: bool
+) -> Iterator[list[Window]]:
+    """As many results at a time as the disk has room for; all of them where they are kept."""
+    limit = len(windows)
+    if not keep and isinstance(folder, LocalPlace):
+        stat = os.statvfs(folder.path)
+        room = stat.f_bavail * stat.f_frsize * _SHARE_OF_DISK
+        limit = max(1, int(room // max(1, plan.result_bytes)))
+    for start in range(0, len(windows), max(1, limit)):
+        yield list(windows[start : start + limit])
+
+
+def _span(batch: Sequence[Window]) -> range:
+    return range(min(w.positions[0] for w in batch), max(w.end for w in batch) + 1)
+
+
+def _bytes_read(batch: Sequence[Window], plan: SweepPlan) -> int:
+    return len(_span(batch)) * plan.result_bytes
+
+
+def _make(
+    plan: SweepPlan,
+    batch: Sequence[Window],
+    places: Mapping[Window, Place],
+    threads: int | None,
+    meter: Meter,
+) -> Mapping[str, str]:
+    """All results of a batch in one pass over the checkpoints that they need; their ties."""
+    span = _span(batch)
+    with ExitStack() as stack:
+        opened = [
+            stack.enter_context(open_checkpoint(plan.found[at].place, key=plan.key)) for at in span
+        ]
+        plans = [
+            plan_opened(
+                [plan.found[at] for at in w.positions],
+                [opened[at - span[0]] for at in w.positions],
+                places[w],
+                rule=plan.rule,
+                name=plan.coefficients,
+                key=plan.key,
+            )
+            for w in batch
+        ]
+        sinks = [stack.enter_context(writing(p.output, metadata_of(p), p.aliases)) for p in plans]
+        ranges = [range(w.positions[0] - span[0], w.end - span[0] + 1) for w in batch]
+        windows = [(at, p.weights) for at, p in zip(ranges, plans, strict=True)]
+        tensors = plans[0].output.shards[0].tensors
+
+        def work(todo: Iterator[tuple[PlannedTensor, int, int]]) -> None:
+            pieces = PieceWindows(_PIECE, len(opened))
+            for tensor, first, last in todo:
+                code, target = tensor.source.dtype, tensor.target.dtype
+                begin, end = first * value_width(code), last * value_width(code)
+                meter.add((end - begin) * len(opened))
+                if tensor.rule == "newest":
+                    for at, sink in zip(ranges, sinks, strict=True):
+                        newest = read_piece(opened[at[-1]], tensor.name, begin, end)
+                        sink.write(tensor.name, begin, newest)
+                    continue
+                raws = (read_piece(c, tensor.name, begin, end) for c in opened)
+                means = pieces.means(raws, windows, code, target)
+                for sink, made in zip(sinks, means, strict=True):
+                    sink.write(tensor.name, first * value_width(target), made)
+
+        in_threads(threads or default_threads(opened), pieces_of(tensors, _PIECE), work, meter)
+    return plans[0].aliases
+
+
+def _evaluate(
+    evaluator: Evaluator,
+    place: Place,
+    aliases: Mapping[str, str],
+    window: Window,
+    labels: Mapping[str, Any] | None,
+) -> Row:
+    from torch_lawa.checkpoints.safetensors import read_header
+    from torch_lawa.checkpoints.tensors import load_tensors
+
+    path = Path(str(place))
+    began = time.perf_counter()
+    state = load_tensors(path, read_header(path))
+    state.update({name: state[kept] for name, kept in aliases.items()})
+    values = evaluator(state)
+    seconds = time.perf_counter() - began
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"the evaluator returned {type(values).__name__}: it must return named values, such as "
+            "{'test_loss': 0.1}."
+        )
+    moment = {"step": window.step, "epoch": window.epoch}
+    return {
+        **(labels or {}),
+        **{name: number for name, number in moment.items() if number is not None},
+        "weights": "raw" if window.k == 1 else "averaged",
+        "k": _k(window),
+        "batch_norm": None,
+        **values,
+        "evaluate_seconds": seconds,
+    }

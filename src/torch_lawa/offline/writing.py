@@ -1,0 +1,172 @@
+"""A result is written aside, flushed, and then takes its name: whole, or not there."""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from torch_lawa.checkpoints.files import (
+    clear_stale,
+    publish,
+    remove,
+    require_space,
+    reserve,
+    sync_file,
+    sync_folder,
+    temporary_name,
+)
+from torch_lawa.checkpoints.huggingface import read_json
+from torch_lawa.checkpoints.places import LocalPlace, Place, RemotePlace
+from torch_lawa.checkpoints.safetensors import encode_header
+from torch_lawa.core.dtypes import DTYPES
+from torch_lawa.core.pieces import Bytes
+from torch_lawa.offline.output import Output
+
+__all__ = ["SafetensorsSink", "writing"]
+
+
+class SafetensorsSink:
+    """Reserved safetensors files, filled piece by piece from any thread."""
+
+    def __init__(self, folder: Path, output: Output, metadata: Mapping[str, str]) -> None:
+        self._places: dict[str, tuple[int, int]] = {}
+        self._handles: list[int] = []
+        try:
+            for shard in output.shards:
+                path = folder / shard.file
+                entries = [(t.written, t.target) for t in shard.tensors]
+                header, starts, size = encode_header(entries, metadata)
+                handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+                self._handles.append(handle)
+                reserve(handle, size, path)
+                _write_at(handle, header, 0)
+                for tensor in shard.tensors:
+                    self._places[tensor.name] = handle, starts[tensor.written]
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, name: str, begin: int, piece: Bytes) -> None:
+        """Bytes of a tensor, named as in the inputs."""
+        handle, start = self._places[name]
+        _write_at(handle, piece.data, start + begin)
+
+    def flush(self) -> None:
+        """Make what was written survive a power cut."""
+        for handle in self._handles:
+            os.fsync(handle)
+
+    def close(self) -> None:
+        """Give back the files."""
+        while self._handles:
+            os.close(self._handles.pop())
+
+
+def _write_at(handle: int, data: bytes | memoryview, at: int) -> None:
+    rest = memoryview(data)
+    while rest:
+        n = os.pwrite(handle, rest, at)
+        rest, at = rest[n:], at + n
+
+
+@contextlib.contextmanager
+def writing(
+    output: Output, metadata: Mapping[str, str], aliases: Mapping[str, str]
+) -> Iterator[SafetensorsSink]:
+    """A sink for the tensors of `output`, which takes its place when the block ends well."""
+    with _aside(output) as folder:
+        sink = SafetensorsSink(folder, output, {**metadata, **aliases})
+        try:
+            yield sink
+            sink.flush()
+        finally:
+            sink.close()
+        if output.index:
+            _write_index(folder / output.index, output)
+        for place in output.copied:
+            _copy(place, folder / place.name, output)
+        if output.kind != "safetensors":
+            _hand_over(folder, output, metadata, aliases)
+        _deliver(folder, output)
+
+
+@contextlib.contextmanager
+def _aside(output: Output) -> Iterator[Path]:
+    """A folder to work in, on the disk of the target, removed whatever happens."""
+    if isinstance(output.place, LocalPlace):
+        target = output.place.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        clear_stale(target)
+        require_space(target.parent, output.space)
+        folder = temporary_name(target)
+        remove(folder)
+        folder.mkdir()
+    else:
+        folder = Path(tempfile.mkdtemp(prefix="lawa-"))
+        require_space(folder, output.space)
+    try:
+        yield folder
+    finally:
+        remove(folder)
+
+
+def _deliver(folder: Path, output: Output) -> None:
+    if isinstance(output.place, RemotePlace):
+        _upload(folder, output.place, output)
+    elif isinstance(output.place, LocalPlace):
+        target = output.place.path
+        if output.is_folder:
+            sync_folder(folder)
+            publish(folder, target)
+        else:
+            publish(folder / target.name, target)
+
+
+def _upload(folder: Path, place: RemotePlace, output: Output) -> None:
+    """Objects appear whole; what names the others (an index, or the only file) goes last."""
+    last = output.index or output.shards[0].file
+    names = sorted((p.name for p in folder.iterdir()), key=lambda name: name == last)
+    for name in names:
+        target = place.child(name) if output.is_folder else place
+        place.fs.put_file(str(folder / name), target.path)
+
+
+def _write_index(path: Path, output: Output) -> None:
+    weight_map = {t.written: shard.file for shard in output.shards for t in shard.tensors}
+    index = {"metadata": {"total_size": output.num_bytes}, "weight_map": weight_map}
+    path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    sync_file(path)
+
+
+def _copy(place: Place, path: Path, output: Output) -> None:
+    path.write_bytes(place.read_bytes())
+    floats = {t.target.dtype for shard in output.shards for t in shard.tensors
+              if t.source.dtype != t.target.dtype}  # fmt: skip
+    if place.name == "config.json" and len(floats) == 1:
+        config = read_json(place)
+        for key in ("torch_dtype", "dtype"):
+            if key in config:
+                config[key] = DTYPES[next(iter(floats))].torch_name
+        path.write_text(json.dumps(config, indent=2) + "\n")
+    with contextlib.suppress(OSError):
+        if isinstance(place, LocalPlace):
+            shutil.copymode(place.path, path)
+    sync_file(path)
+
+
+def _hand_over(
+    folder: Path, output: Output, metadata: Mapping[str, str], aliases: Mapping[str, str]
+) -> None:
+    """PyTorch writes the formats that are its own, from the file just made, memory-mapped."""
+    from torch_lawa.checkpoints import torch_output
+
+    made = folder / output.shards[0].file
+    raw = made.rename(made.with_name(made.name + ".values"))
+    if output.kind == "torch":
+        torch_output.save_file(raw, made, aliases, metadata, output.nested_under)
+    else:
+        torch_output.save_distributed(raw, folder, aliases, metadata, output.nested_under)
+    raw.unlink()
