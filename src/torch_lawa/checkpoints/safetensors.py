@@ -134,7 +134,7 @@ class SafetensorsFile(Checkpoint):
     """One safetensors file, as a checkpoint or as a shard of one."""
 
     def __init__(self, place: Place, layout: Layout = "single") -> None:
-        self._source = place.open()
+        self._file, self._source = place, place.open()
         header = parse_header(self._source, place)
         self._starts = {n: header.data_start + begin for n, (begin, _) in header.ranges.items()}
         # The convention of safetensors' own `save_model`: a tied name that was left out of the
@@ -162,11 +162,11 @@ class SafetensorsFile(Checkpoint):
         return self._source.view(start + begin, start + end)
 
     def file_of(self, name: str) -> Place:
-        return self.place
+        return self._file
 
     @property
     def files(self) -> list[Place]:
-        return [self.place]
+        return [self._file]
 
     def close(self) -> None:
         self._source.close()

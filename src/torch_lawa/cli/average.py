@@ -1,13 +1,14 @@
 """`lawa average`: the mean of checkpoints that lie on disk."""
 
 import json
+from typing import TYPE_CHECKING
 
 import click
 
-from torch_lawa.cli.working import while_shown
 from torch_lawa.core.units import format_bytes, parse_bytes
-from torch_lawa.offline import Plan, Result, average_checkpoints, plan_average
-from torch_lawa.offline.engine import Meter
+
+if TYPE_CHECKING:
+    from torch_lawa.offline import Plan, Result
 
 __all__ = ["command"]
 
@@ -22,7 +23,7 @@ Examples:
 """
 
 
-@click.command(epilog=_EXAMPLES, short_help="Average checkpoints.")
+@click.command(epilog=_EXAMPLES)
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
 @click.option("-o", "--output", required=True, metavar="OUT", help="File, folder or URL to write.")
 @click.option("--last", type=int, metavar="K", help="The K newest checkpoints.")
@@ -85,11 +86,15 @@ def command(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Average checkpoints: files, folders, patterns, URLs, or a run's folder.
+    """Average checkpoints: files, folders, patterns, URLs or a run.
 
     Reads safetensors, sharded folders, PyTorch files, distributed checkpoints and adapters, each
     byte once, and writes the same layout with the exact mean (float64, rounded once).
     """
+    from torch_lawa.cli.working import while_shown
+    from torch_lawa.offline import average_checkpoints, plan_average
+    from torch_lawa.offline.engine import Meter
+
     plan = plan_average(
         inputs,
         output,
@@ -128,7 +133,7 @@ def command(
         _say(plan, result)
 
 
-def _say(plan: Plan, result: Result) -> None:
+def _say(plan: "Plan", result: "Result") -> None:
     if result.not_finite:
         more = len(result.not_finite) - 1
         click.echo(

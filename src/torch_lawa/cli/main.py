@@ -17,6 +17,7 @@ __all__ = ["lawa", "main"]
 # What `lawa --help` says of each verb; its module `torch_lawa.cli.<verb>` has the rest.
 _VERBS = {
     "average": "Average checkpoints: files, folders, patterns, URLs or a run.",
+    "sweep": "Average many windows of a run in one pass and evaluate them.",
     "demo": "Train a small net on embedded data and show what averaging saved.",
 }
 

@@ -62,7 +62,9 @@ def mean_blocks(
     total = torch.empty(length, dtype=torch.float64, device=device)
     # A separate buffer for the weighted term: multiply, then add, each rounded, on any hardware.
     # A fused multiply-add would give other bits on other machines.
-    term = total if weights.uniform else torch.empty_like(total)
+    # float8 cannot be added to float64 as it is either.
+    narrow = used[0][0].element_size() == 1
+    term = torch.empty_like(total) if narrow or not weights.uniform else total
     for start in range(0, numel, length):
         n = min(length, numel - start)
         acc, tmp = total[:n], term[:n]
@@ -74,10 +76,12 @@ def mean_blocks(
                 acc.copy_(block)
                 if w != 1.0:
                     acc.mul_(w)
-            elif w == 1.0:
-                acc.add_(block)
-            else:
+            elif w != 1.0:
                 acc.add_(tmp.copy_(block).mul_(w))
+            elif narrow:
+                acc.add_(tmp.copy_(block))
+            else:
+                acc.add_(block)
         yield start, divide(acc, weights.divisor, out=acc)
 
 

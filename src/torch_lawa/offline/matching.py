@@ -42,8 +42,9 @@ def match_tensors(
     """The tensors of the output, in the newest checkpoint's order; every checkpoint must agree."""
     newest = checkpoints[-1]
     wanted = [name for name in newest.tensors if _wanted(name, include, exclude)]
+    everywhere = {name for checkpoint in checkpoints for name in checkpoint.tensors}
     for pattern in (*include, *exclude):
-        if not any(fnmatchcase(name, pattern) for name in newest.tensors):
+        if not any(fnmatchcase(name, pattern) for name in everywhere):
             raise ConfigError(f"no tensor of {newest.place} matches the pattern {pattern!r}.")
     if not wanted:
         raise ConfigError("the patterns leave no tensor to write.")

@@ -125,7 +125,7 @@ def _shards(
             groups.setdefault(newest.file_of(tensor.name).name, []).append(tensor)
         found = [groups[name] for name in sorted(groups)]
     else:
-        found = _by_size(tensors, max_shard_size or DEFAULT_SHARD)
+        found = _by_size(tensors, DEFAULT_SHARD if max_shard_size is None else max_shard_size)
     stem, n = _stem(newest), len(found)
     return tuple(
         Shard(f"{stem}-{i:05d}-of-{n:05d}.safetensors", _aligned(group))

@@ -27,9 +27,10 @@ average while the learning rate is high: its loss was above the raw one in 82 of
 """
 
 import contextlib
+import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,15 @@ from torch_lawa.core.records import MetricsWriter, Row
 from torch_lawa.errors import ConfigError, LawaError
 from torch_lawa.evaluation import evaluate_side_by_side
 
-__all__ = ["Digits", "DigitsConfig", "build_model", "evaluate", "load_data", "train"]
+__all__ = [
+    "Digits",
+    "DigitsConfig",
+    "build_model",
+    "evaluate",
+    "evaluate_state",
+    "load_data",
+    "train",
+]
 
 _SPLIT_SEED = 0
 
@@ -157,6 +166,26 @@ def evaluate(model: nn.Module, data: Digits) -> dict[str, float]:
         "test_loss": F.cross_entropy(outputs, data.test_labels).item(),
         "test_accuracy": correct / len(data.test_labels),
     }
+
+
+def evaluate_state(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Evaluate weights of this recipe by themselves: `lawa sweep RUN --evaluator digits`.
+
+    BatchNorm statistics are re-estimated, for raw and averaged weights alike.
+    """
+    config = DigitsConfig(width=len(state["0.weight"]))
+    data, model = _default_data(), build_model(config)
+    model.load_state_dict(state)
+    with _one_thread():
+        recalibrate_batch_norm(model, _batches(config, data, torch.Generator().manual_seed(0)))
+        with torch.no_grad():
+            values = evaluate(model.eval(), data)
+    return {**values, "batch_norm": "re-estimated"}
+
+
+@functools.cache
+def _default_data() -> Digits:
+    return load_data(DigitsConfig())
 
 
 def train(

@@ -1,0 +1,178 @@
+"""`lawa average` and `lawa sweep` as they are typed."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from torch_lawa.cli import main
+from torch_lawa.core.records import read_metrics
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    torch.manual_seed(0)
+    for step in range(100, 600, 100):
+        state = {"w": torch.randn(50, 3), "n": torch.tensor(step)}
+        save_file(state, folder / f"step_{step}.safetensors")
+    return folder
+
+
+Lawa = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def lawa(capsys: pytest.CaptureFixture[str]) -> Lawa:
+    """Run the command here; the exit code, what it said, what it complained of."""
+
+    def go(*words: object) -> tuple[int, str, str]:
+        code = main._run([str(w) for w in words])
+        return code, *capsys.readouterr()
+
+    return go
+
+
+def mean(run: Path, steps: list[int]) -> torch.Tensor:
+    files = [load_file(run / f"step_{s}.safetensors")["w"].double() for s in steps]
+    return (sum(files[1:], files[0]) / len(files)).float()
+
+
+def test_the_last_k(run: Path, lawa: Lawa) -> None:
+    code, said, complained = lawa("average", "run", "--last", 3, "-o", "m.safetensors")
+    assert (code, complained) == (0, "")
+    assert said.startswith("m.safetensors: the mean of 3 checkpoints, step 300 to step 500.")
+    made = load_file("m.safetensors")
+    assert torch.equal(made["w"], mean(run, [300, 400, 500]))
+    assert made["n"] == 500
+
+
+def test_provenance_is_inside(run: Path, lawa: Lawa) -> None:
+    args = ("--last", 2, "-o", "m.safetensors", "--digests", "--coefficients", "exponential:0.75")
+    assert lawa("average", "run", *args)[0] == 0
+    with safe_open("m.safetensors", "pt") as file:
+        made = json.loads(file.metadata()["torch_lawa"])
+    assert made["coefficients"] == "exponential:0.75"
+    assert [i["weight"] for i in made["inputs"]] == [0.25, 0.75]
+    import hashlib
+
+    newest = hashlib.sha256((run / "step_500.safetensors").read_bytes()).hexdigest()
+    assert list(made["inputs"][1]["sha256"].values()) == [newest]
+
+
+def test_a_dry_run_writes_nothing(run: Path, lawa: Lawa) -> None:
+    code, said, _ = lawa("average", "run", "--last", 2, "-o", "m", "--dry-run")
+    assert code == 0
+    assert "Average of 2 checkpoints (uniform)" in said
+    code, said, _ = lawa("average", "run", "--last", 2, "-o", "m", "--dry-run", "--json")
+    assert [i["step"] for i in json.loads(said)["inputs"]] == [400, 500]
+    assert not Path("m").exists()
+
+
+def test_json_for_programs(run: Path, lawa: Lawa) -> None:
+    code, said, complained = lawa("average", "run", "--last", 2, "-o", "m", "--json")
+    result = json.loads(said)
+    assert (code, complained, result["output"]) == (0, "", "m")
+    assert result["engine_seconds"] > 0
+    assert Path("m/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (("average", "run", "--last", "9", "-o", "m"), 1, "5"),
+        (("average", "run", "--at", "250", "-o", "m"), 1, "200"),
+        (("average", "nowhere", "-o", "m"), 1, "nowhere"),
+        (("average", "run", "--last", "2", "-o", "m", "--dtype", "int8"), 1, "int8"),
+        (("average", "run", "--last", "2", "-o", "m", "--coefficients", "x"), 1, "exponential"),
+        (("average", "run", "--last", "2"), 2, "--output"),
+        (("average", "run", "--last", "2", "-o", "m", "--weights", "a"), 2, "--weights"),
+        (("average", "run", "--last", "2", "-o", "m", "--threads", "0"), 1, "threads"),
+        (("average", "run", "--last", "2", "-o", "m", "--max-shard-size", "big"), 1, "5GB"),
+        (("sweep", "run", "--k", "2"), 2, "--evaluator"),
+        (("sweep", "run", "--k", "0", "-o", "s"), 1, "from 1 on"),
+        (("sweep", "run", "--k", "x", "-o", "s"), 2, "--k"),
+        (("sweep", "run", "--k", "6", "-o", "s"), 1, "no window has that many"),
+        (("sweep", "run", "--k", "2", "--at", "150", "-o", "s"), 1, "no checkpoint at 150"),
+        (("sweep", "run", "--k", "2", "--evaluator", "no.such:f"), 2, "no"),
+        (("sweep", "run", "--k", "2", "--evaluator", "json:dumps"), 1, "named values"),
+    ],
+)
+def test_mistakes(run: Path, lawa: Lawa, args: tuple[str, ...], code: int, message: str) -> None:
+    if "json:dumps" in args:
+        Path("bad.py").write_text("def f(state): return 1\n")
+        args = (*args[:-1], "bad:f")
+    found, _, complained = lawa(*args)
+    assert found == code, complained
+    assert message in complained
+    assert "Traceback" not in complained
+    assert not Path("m").exists()
+
+
+def test_nan_is_spoken_of(run: Path, lawa: Lawa) -> None:
+    save_file({"w": torch.full((50, 3), torch.nan), "n": torch.tensor(1)},
+              run / "step_300.safetensors")  # fmt: skip
+    code, _, complained = lawa("average", "run", "--last", 3, "-o", "m.safetensors")
+    assert code == 0
+    assert "the mean of 'w' holds NaN or Inf" in complained
+
+
+EVALUATOR = "def evaluate(state):\n    return {'size': float(state['w'].double().abs().sum())}\n"
+
+
+def test_a_sweep_evaluates_every_window(run: Path, lawa: Lawa) -> None:
+    Path("my_evaluator.py").write_text(EVALUATOR)
+    words = ("sweep", "run", "--k", "2,3", "--evaluator", "my_evaluator:evaluate")
+    code, said, complained = lawa(*words)
+    assert code == 0, complained
+    rows = read_metrics(Path("metrics.jsonl"))
+    assert len(rows) == 5 + 4 + 3
+    assert len(said.splitlines()) == len(rows)
+    for row in rows:
+        steps = list(range(row["step"] - 100 * ((row["k"] or 1) - 1), row["step"] + 1, 100))
+        assert row["size"] == float(mean(run, steps).double().abs().sum())
+        assert row["weights"] == ("raw" if row["k"] is None else "averaged")
+    # Again: everything is there already. One row less: it is made again.
+    assert lawa(*words)[1] == ""
+    lines = Path("metrics.jsonl").read_text().splitlines(keepends=True)
+    Path("metrics.jsonl").write_text("".join(lines[:-1]))
+    assert len(lawa(*words)[1].splitlines()) == 1
+    assert len(read_metrics(Path("metrics.jsonl"))) == len(rows)
+
+
+def test_a_sweep_writes_every_window(run: Path, lawa: Lawa) -> None:
+    code, _, complained = lawa("sweep", "run", "--k", "2,3", "--at", "300,500", "-o", "s")
+    assert code == 0, complained
+    names = sorted(p.name for p in Path("s").iterdir())
+    assert names == [f"step-{s}-k-{k}.safetensors" for s in (300, 500) for k in (2, 3)]
+    made = load_file("s/step-300-k-3.safetensors")
+    assert torch.equal(made["w"], mean(run, [100, 200, 300]))
+    assert made["n"] == 300
+    assert torch.equal(load_file("s/step-500-k-2.safetensors")["w"], mean(run, [400, 500]))
+
+
+def test_a_sweep_plan(run: Path, lawa: Lawa) -> None:
+    code, said, _ = lawa("sweep", "run", "--k", "2,3", "--evaluator", "x:y", "--dry-run")
+    assert code == 0
+    assert "k = 1, 2, 3" in said
+    code, said, _ = lawa("sweep", "run", "--k", "2,3", "--dry-run", "--json")
+    assert len(json.loads(said)["windows"]) == 4 + 3
+
+
+def test_averaging_safetensors_imports_no_torch(run: Path) -> None:
+    code = (
+        "import sys\n"
+        "from torch_lawa.cli.main import _run\n"
+        "assert _run(['average', 'run', '--last', '2', '-o', 'm']) == 0\n"
+        "assert not {'torch', 'rich', 'fsspec', 'safetensors'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ))
