@@ -12,8 +12,9 @@ from torch_lawa._version import __version__
 if TYPE_CHECKING:
     from torch_lawa.averager import LatestWeightAverager
     from torch_lawa.batch_norm import recalibrate_batch_norm
-    from torch_lawa.core.coefficients import Explicit, Exponential, Uniform
+    from torch_lawa.core.coefficients import Decay, Explicit, Exponential, Uniform
     from torch_lawa.core.schedule import Every, OnPlateau
+    from torch_lawa.offline import average_checkpoints, plan_average
     from torch_lawa.stores.disk import DiskStore
 
 _HOMES = {
@@ -22,12 +23,16 @@ _HOMES = {
     "Uniform": "torch_lawa.core.coefficients",
     "Exponential": "torch_lawa.core.coefficients",
     "Explicit": "torch_lawa.core.coefficients",
+    "Decay": "torch_lawa.core.coefficients",
     "Every": "torch_lawa.core.schedule",
     "OnPlateau": "torch_lawa.core.schedule",
     "DiskStore": "torch_lawa.stores.disk",
+    "plan_average": "torch_lawa.offline",
+    "average_checkpoints": "torch_lawa.offline",
 }
 
 __all__ = [
+    "Decay",
     "DiskStore",
     "Every",
     "Explicit",
@@ -36,6 +41,8 @@ __all__ = [
     "OnPlateau",
     "Uniform",
     "__version__",
+    "average_checkpoints",
+    "plan_average",
     "recalibrate_batch_norm",
 ]
 

@@ -19,24 +19,28 @@ def while_shown(act: Callable[[], _T], meter: Meter, title: str) -> _T:
     """Run `act` beside a progress bar of `meter`; Ctrl-C stops it between two pieces."""
     made: list[_T] = []
     failed: list[BaseException] = []
+    # An event rather than `join`, which after a Ctrl-C may take a running thread for ended.
+    begun, ended = threading.Event(), threading.Event()
 
     def work() -> None:
+        begun.set()
         try:
             made.append(act())
         except BaseException as error:
             failed.append(error)
+        finally:
+            ended.set()
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
     try:
-        thread.join(_PATIENCE)
-        if thread.is_alive() and sys.stderr.isatty():
-            _show(thread, meter, title)
-        while thread.is_alive():  # with a time limit, so that Ctrl-C is noticed
-            thread.join(1.0)
+        threading.Thread(target=work, daemon=True).start()
+        if not ended.wait(_PATIENCE) and sys.stderr.isatty():
+            _show(ended, meter, title)
+        while not ended.wait(1.0):  # with a time limit, so that Ctrl-C is noticed
+            pass
     except KeyboardInterrupt:
         meter.stop()
-        thread.join()
+        if begun.is_set():
+            ended.wait()
         raise click.Abort from None
     if failed:
         if isinstance(failed[0], Stopped):
@@ -45,7 +49,7 @@ def while_shown(act: Callable[[], _T], meter: Meter, title: str) -> _T:
     return made[0]
 
 
-def _show(thread: threading.Thread, meter: Meter, title: str) -> None:
+def _show(ended: threading.Event, meter: Meter, title: str) -> None:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -65,6 +69,6 @@ def _show(thread: threading.Thread, meter: Meter, title: str) -> None:
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(title, total=None)
-        while thread.is_alive():
+        while not ended.is_set():
             progress.update(task, completed=meter.done, total=meter.total or None)
-            thread.join(0.1)
+            ended.wait(0.1)

@@ -156,6 +156,8 @@ def in_threads(
     """Share `todo` among threads; the first error stops them all and is raised here."""
     lock = threading.Lock()
     errors: list[BaseException] = []
+    # Counted rather than joined: after a Ctrl-C `join` may take a running thread for ended.
+    ended = threading.Semaphore(0)
 
     def share() -> Iterator[_T]:
         while not (meter.stopped or errors):
@@ -170,17 +172,21 @@ def in_threads(
             work(share())
         except BaseException as error:
             errors.append(error)
+        finally:
+            ended.release()
 
-    threads = [threading.Thread(target=guarded, daemon=True) for _ in range(num_threads)]
-    for thread in threads:
-        thread.start()
+    num_running = 0
     try:
-        for thread in threads:
-            thread.join()
+        for _ in range(num_threads):
+            num_running += 1
+            threading.Thread(target=guarded, daemon=True).start()
+        while num_running:
+            ended.acquire()
+            num_running -= 1
     except BaseException:  # Ctrl-C: let every thread end after its piece
         meter.stop()
-        for thread in threads:
-            thread.join()
+        while num_running and ended.acquire(timeout=10.0):
+            num_running -= 1
         raise
     if errors:
         raise errors[0]

@@ -1,0 +1,73 @@
+"""`lawa average`, killed at any moment, leaves the old result, the new one, or nothing."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+NUM_VALUES = 4_000_000
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    for step in range(4):
+        save_file(
+            {"w": torch.full((NUM_VALUES,), float(step))}, folder / f"step_{step}.safetensors"
+        )
+    return folder
+
+
+def start(run: Path, out: Path, last: int) -> "subprocess.Popen[bytes]":
+    words = ["average", str(run), "--last", str(last), "-o", str(out), "--overwrite"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch_lawa", *words, "--threads", "1"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def value(out: Path) -> float | None:
+    """What the result says, every value of it; None where there is none."""
+    if not out.exists():
+        return None
+    values = load_file(out / "model.safetensors")["w"]
+    assert values.shape == (NUM_VALUES,)
+    assert values.min() == values.max()
+    return values[0].item()
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])
+def test_killed_at_any_moment(run: Path, tmp_path: Path, signal_number: int) -> None:
+    out = tmp_path / "out"
+    began = time.perf_counter()
+    with start(run, out, 4) as whole:
+        assert whole.wait(60) == 0
+    seconds = time.perf_counter() - began
+    assert value(out) == 1.5
+    seen = set()
+    for i in range(10):
+        before = value(out)
+        last = 2 if before == 1.5 else 4
+        with start(run, out, last) as process:
+            time.sleep(seconds * (i + 1) / 10)
+            process.send_signal(signal_number)
+            _, errors = process.communicate(timeout=60)
+        after = value(out)
+        assert after in (before, {2: 2.5, 4: 1.5}[last])
+        seen.add((process.returncode, after == before))
+        if signal_number == signal.SIGINT:
+            assert process.returncode in (0, 130, -signal.SIGINT), errors
+            # Stopped with the chance to tidy, unless it came before the first line of ours ran.
+            if process.returncode == 130:
+                assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert any(same for _, same in seen)  # some were killed before they were done
+    with start(run, out, 3) as process:
+        assert process.wait(60) == 0
+    assert value(out) == 2.0
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]  # leftovers of the killed are gone
