@@ -152,8 +152,11 @@ def _trainer_state(folder: Place) -> Progress:
     state = read_json(place)
     step, epoch = state.get("global_step"), state.get("epoch")
     # An epoch there is a fraction (2.75); only whole ones name a checkpoint.
-    whole = isinstance(epoch, int | float) and epoch == int(epoch)
-    return Progress(step if isinstance(step, int) else None, int(epoch) if whole else None)
+    if isinstance(epoch, float) and epoch.is_integer():
+        epoch = int(epoch)
+    return Progress(
+        step if isinstance(step, int) else None, epoch if isinstance(epoch, int) else None
+    )
 
 
 def read_json(place: Place) -> dict[str, object]:

@@ -110,6 +110,13 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         raw({"w": ENTRY, "v": ENTRY}, b"\0" * 8),
         raw({"w": {**ENTRY, "data_offsets": [4, 12]}}, b"\0" * 12),
         raw({"__metadata__": [1], "w": ENTRY}, b"\0" * 8),
+        raw({"w": {**ENTRY, "shape": [True, 2]}}, b"\0" * 8),
+        raw({"w": {**ENTRY, "shape": [2**70]}}, b"\0" * 8),
+        raw({"w": {**ENTRY, "dtype": ["F32"]}}, b"\0" * 8),
+        raw(
+            b'{"w":' + json.dumps(ENTRY).encode() + b',"w":' + json.dumps(ENTRY).encode() + b"}",
+            b"\0" * 8,
+        ),
         raw(b"[" * 100_000 + b"]" * 100_000),
     ],
 )
