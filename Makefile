@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := pyproject.toml constraints.txt
 
-.PHONY: demo test check format bench test-gpu clean help
+.PHONY: demo test check format bench bench-offline test-gpu clean help
 
 help:
 	@echo "make demo       train the embedded default and show what averaging saved"
@@ -14,6 +14,7 @@ help:
 	@echo "make check      the same without the tests"
 	@echo "make format     rewrite the code in its own format"
 	@echo "make bench      time the averager against its peers on this CPU"
+	@echo "make bench-offline  time averaging files against its peers; 40 GB of disk, an hour"
 	@echo "make test-gpu   tests that need a CUDA device"
 
 demo: $(VENV)/.demo
@@ -40,6 +41,9 @@ test-gpu:
 bench: .venv-bench/.bench
 	.venv-bench/bin/python benchmarks/online.py
 
+bench-offline: .venv-bench/.bench
+	.venv-bench/bin/python benchmarks/offline.py
+
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "torch-lawa needs Python 3.11 or newer; set PYTHON=/path/to/python3"; exit 1; }
@@ -56,7 +60,7 @@ $(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
 .venv-bench/.bench: $(SOURCES)
 	$(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  -e . ema-pytorch torch-ema
+	  -e . ema-pytorch mergekit torch-ema
 	@touch $@
 
 clean:
