@@ -18,6 +18,7 @@ __all__ = ["lawa", "main"]
 _VERBS = {
     "average": "Average checkpoints: files, folders, patterns, URLs or a run.",
     "sweep": "Average many windows of a run in one pass and evaluate them.",
+    "inspect": "Show what a checkpoint holds, or how two differ.",
     "demo": "Train a small net on embedded data and show what averaging saved.",
 }
 

@@ -1,0 +1,272 @@
+"""What a checkpoint or a run's folder holds, without reading its values: one to be printed."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_lawa.checkpoints.base import Layout, Progress, TensorSpec
+from torch_lawa.checkpoints.discovery import Found, discover
+from torch_lawa.checkpoints.naming import few, parse_name
+from torch_lawa.checkpoints.opening import open_checkpoint
+from torch_lawa.checkpoints.places import Place, parse_place
+from torch_lawa.core.units import format_bytes
+from torch_lawa.errors import ConfigError, LawaError
+from torch_lawa.offline.average import PROVENANCE
+from torch_lawa.offline.engine import Meter, in_threads
+from torch_lawa.offline.origin import describe_provenance, read_provenance
+from torch_lawa.offline.printing import aligned, labelled, plain, shortened, wrapped
+
+__all__ = [
+    "DTypeCount",
+    "Inspection",
+    "Run",
+    "find_one",
+    "inspect",
+    "inspect_checkpoint",
+]
+
+_OPENING = 8  # checkpoints of a run that are opened at a time
+
+
+@dataclass(frozen=True)
+class DTypeCount:
+    """How much of a checkpoint has one dtype."""
+
+    num_tensors: int
+    num_values: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What one checkpoint is and holds."""
+
+    place: Place
+    format: str
+    layout: Layout
+    files: dict[str, int]  # name -> bytes
+    tensors: dict[str, TensorSpec]
+    tied: dict[str, str]  # the other names of tied tensors
+    progress: Progress
+    metadata: dict[str, str]
+    provenance: dict[str, Any] | None  # how it was averaged, where it was
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_values(self) -> int:
+        """Parameters and buffers, each once."""
+        return sum(spec.numel for spec in self.tensors.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec.nbytes for spec in self.tensors.values())
+
+    @property
+    def dtypes(self) -> dict[str, DTypeCount]:
+        """How much there is of each dtype, the most bytes first."""
+        specs: dict[str, list[TensorSpec]] = {}
+        for spec in self.tensors.values():
+            specs.setdefault(spec.dtype, []).append(spec)
+        counts = {
+            code: DTypeCount(len(all_), sum(s.numel for s in all_), sum(s.nbytes for s in all_))
+            for code, all_ in specs.items()
+        }
+        return dict(sorted(counts.items(), key=lambda item: (-item[1].num_bytes, item[0])))
+
+    def __str__(self) -> str:
+        lines = [plain(str(self.place))]
+        lines += labelled("Format", wrapped(self._described()))
+        lines += labelled("Progress", _progress_lines(self.progress))
+        names = [(format_bytes(size), plain(name)) for name, size in self.files.items()]
+        lines += labelled("Files", aligned(names, right={0}))
+        lines += labelled(
+            "Tensors",
+            [
+                f"{len(self.tensors):,} with {self.num_values:,} values "
+                f"(parameters and buffers), {format_bytes(self.num_bytes)}"
+            ],
+        )
+        rows = [
+            (code, f"{n.num_tensors:,}", f"{n.num_values:,}", format_bytes(n.num_bytes))
+            for code, n in self.dtypes.items()
+        ]
+        head = ("dtype", "tensors", "values", "bytes")
+        lines += labelled("", aligned([head, *rows], right={1, 2, 3}) if rows else [])
+        lines += labelled("Tied", [plain(f"{name} = {kept}") for name, kept in self.tied.items()])
+        entries = [shortened(f"{name}: {value}") for name, value in sorted(self.metadata.items())]
+        lines += labelled("Metadata", entries)
+        lines += labelled("Averaged", describe_provenance(self.provenance))
+        lines += [line for note in self.notes for line in labelled("Note", wrapped(note))]
+        return "\n".join(lines)
+
+    def list_tensors(self) -> str:
+        """Every tensor on a line."""
+        rows = [
+            (spec.dtype, str(list(spec.shape)), format_bytes(spec.nbytes), plain(name))
+            for name, spec in self.tensors.items()
+        ]
+        return "\n".join(aligned([("dtype", "shape", "bytes", "name"), *rows], right={2}))
+
+    def to_json(self, *, tensors: bool = False) -> dict[str, Any]:
+        """The same for programs; with every tensor where asked."""
+        found: dict[str, Any] = {
+            "kind": "checkpoint",
+            "path": str(self.place),
+            "format": self.format,
+            "layout": self.layout,
+            "step": self.progress.step,
+            "epoch": self.progress.epoch,
+            "files": self.files,
+            "num_tensors": len(self.tensors),
+            "num_values": self.num_values,
+            "bytes": self.num_bytes,
+            "dtypes": {code: vars(count) for code, count in self.dtypes.items()},
+            "tied": self.tied,
+            "metadata": self.metadata,
+            "provenance": self.provenance,
+            "notes": list(self.notes),
+        }
+        if tensors:
+            found["tensors"] = {
+                name: {"dtype": spec.dtype, "shape": list(spec.shape), "bytes": spec.nbytes}
+                for name, spec in self.tensors.items()
+            }
+        return found
+
+    def _described(self) -> str:
+        where = {
+            "single": "one file" if self.place.name in self.files else "one file in a folder",
+            "sharded": "sharded folder",
+            "distributed": "distributed folder",
+        }
+        return f"{self.format} ({where[self.layout]})"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The checkpoints of a run's folder or of a pattern, oldest first."""
+
+    path: str
+    found: tuple[Found, ...]
+    formats: tuple[str, ...]  # of each, or why it cannot be read
+    sizes: tuple[int | None, ...]  # bytes of tensors; None for one that cannot be read
+    ordered_by: str
+    notes: tuple[str, ...] = field(default=())
+
+    def __str__(self) -> str:
+        order = "in the order given" if self.ordered_by == "given" else f"by {self.ordered_by}"
+        lines = [f"{plain(self.path)}: {len(self.found)} checkpoints, oldest first ({order})"]
+        rows, unreadable = [], []
+        for each, form, size in zip(self.found, self.formats, self.sizes, strict=True):
+            shown = "not readable" if size is None else form
+            label = each.label if each.label != each.place.name else ""
+            rows.append((label, "" if size is None else format_bytes(size), shown,
+                         plain(each.place.name)))  # fmt: skip
+            unreadable += [form] if size is None else []
+        lines += [f"  {line}" for line in aligned(rows, right={0, 1})]
+        for note in (*unreadable, *self.notes):
+            lines += labelled("Note", wrapped(note))
+        return "\n".join(lines)
+
+    def to_json(self, *, tensors: bool = False) -> dict[str, Any]:
+        """The same for programs; a run lists no tensors."""
+        return {
+            "kind": "run",
+            "path": self.path,
+            "ordered_by": self.ordered_by,
+            "checkpoints": [
+                {
+                    "path": str(each.place),
+                    "step": each.step,
+                    "epoch": each.epoch,
+                    "format": None if size is None else form,
+                    "bytes": size,
+                    "error": form if size is None else None,
+                }
+                for each, form, size in zip(self.found, self.formats, self.sizes, strict=True)
+            ],
+            "notes": list(self.notes),
+        }
+
+
+def inspect(path: str | os.PathLike[str], key: str | None = None) -> Inspection | Run:
+    """Look at a checkpoint, or at a run's folder or pattern: whichever lies there."""
+    if not parse_place(path).is_file():
+        discovery = discover([path], key=key)
+        if discovery.is_run or len(discovery.found) > 1:
+            formats, sizes = _open_all(discovery.found, key)
+            return Run(os.fspath(path), discovery.found, formats, sizes,
+                       discovery.ordered_by, discovery.notes)  # fmt: skip
+    return inspect_checkpoint(path, key)
+
+
+def inspect_checkpoint(path: str | os.PathLike[str], key: str | None = None) -> Inspection:
+    """Look at one checkpoint: a file (also a shard), a folder or a URL.
+
+    >>> import tempfile, torch
+    >>> from pathlib import Path
+    >>> from torch_lawa.checkpoints.tensors import save_tensors
+    >>> path = Path(tempfile.mkdtemp()) / "step_100.safetensors"
+    >>> save_tensors(path, {"w": torch.ones(2, 3)})
+    >>> found = inspect_checkpoint(path)
+    >>> found.num_values, found.progress.step, found.dtypes["F32"].num_bytes
+    (6, 100, 24)
+    """
+    place, notes = find_one(path, key)
+    with open_checkpoint(place, key=key) as opened:
+        made = read_provenance(opened)
+        known = opened.progress != Progress()
+        return Inspection(
+            place=place,
+            format=opened.format,
+            layout=opened.layout,
+            files={file.name: file.size for file in opened.files},
+            tensors=dict(opened.tensors),
+            tied=dict(opened.aliases),
+            progress=opened.progress if known else parse_name(place.name),
+            metadata={k: v for k, v in opened.metadata.items() if k != PROVENANCE or made is None},
+            provenance=made,
+            notes=(*notes, *opened.notes),
+        )
+
+
+def find_one(path: str | os.PathLike[str], key: str | None = None) -> tuple[Place, tuple[str, ...]]:
+    """The one checkpoint that a path names, and what was decided in finding it."""
+    place = parse_place(path)
+    if place.is_file():  # whatever its name is: to look at a shard is fine
+        return place, ()
+    discovery = discover([path], key=key)
+    if discovery.is_run or len(discovery.found) > 1:
+        raise ConfigError(
+            f"{path}: {len(discovery.found)} checkpoints "
+            f"({few((each.label for each in discovery.found), limit=3)}); give one of them, such "
+            f"as {discovery.found[-1].place}."
+        )
+    return discovery.found[0].place, discovery.notes
+
+
+def _open_all(
+    found: Sequence[Found], key: str | None
+) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
+    """The format (or what is wrong) and the size of each; a bad one does not hide the others."""
+    made: dict[int, tuple[str, int | None]] = {}
+
+    def work(todo: Iterator[tuple[int, Found]]) -> None:
+        for at, each in todo:
+            try:
+                with open_checkpoint(each.place, key=key) as opened:
+                    made[at] = opened.format, opened.num_bytes
+            except (LawaError, OSError) as error:
+                made[at] = str(error), None
+
+    in_threads(min(_OPENING, len(found)), iter(enumerate(found)), work, Meter())
+    ordered = [made[at] for at in range(len(found))]
+    return tuple(form for form, _ in ordered), tuple(size for _, size in ordered)
+
+
+def _progress_lines(progress: Progress) -> list[str]:
+    known = {"step": progress.step, "epoch": progress.epoch}
+    text = ", ".join(f"{name} {number}" for name, number in known.items() if number is not None)
+    return [text] if text else []
