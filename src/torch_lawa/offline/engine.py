@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 from torch_lawa.checkpoints.base import Checkpoint
 from torch_lawa.core.coefficients import Uniform, Weights
 from torch_lawa.core.dtypes import DTYPES
-from torch_lawa.core.pieces import PIECE, Bytes, PieceMean
+from torch_lawa.core.pieces import PIECE, Bytes, make_pieces
 from torch_lawa.errors import FormatError
 from torch_lawa.offline.matching import PlannedTensor
 
@@ -115,7 +115,7 @@ def run(
     not_finite: set[str] = set()
 
     def work(todo: Iterator[tuple[PlannedTensor, int, int]]) -> None:
-        piece = PieceMean(length)
+        piece = make_pieces(length)
         for tensor, first, last in todo:
             code, target = tensor.source.dtype, tensor.target.dtype
             begin, end = first * value_width(code), last * value_width(code)

@@ -12,7 +12,7 @@ from torch_lawa.core.dtypes import DTYPES
 from torch_lawa.errors import ConfigError, OutputError
 from torch_lawa.offline.matching import PlannedTensor
 
-__all__ = ["DEFAULT_SHARD", "Output", "Shard", "plan_output"]
+__all__ = ["DEFAULT_SHARD", "Output", "Shard", "plan_output", "side_files"]
 
 DEFAULT_SHARD = 5_000_000_000  # bytes, what Hugging Face's `save_pretrained` has used for years
 
@@ -102,7 +102,7 @@ def plan_output(
         is_folder=not is_file,
         shards=shards,
         index=None if is_file or chosen != "sharded" else f"{_stem(newest)}.safetensors.index.json",
-        copied=() if is_file else tuple(_side_files(newest)),
+        copied=() if is_file else tuple(side_files(newest)),
         nested_under=getattr(newest, "key", None) or "",
         overwrite=overwrite,
     )
@@ -161,7 +161,8 @@ def _stem(newest: Checkpoint) -> str:
     return "model"
 
 
-def _side_files(newest: Checkpoint) -> list[Place]:
+def side_files(newest: Checkpoint) -> list[Place]:
+    """The files beside the weights that a result in a folder gets copies of."""
     folder = newest.place
     if not folder.is_folder():
         if folder.name not in WEIGHTS:

@@ -18,7 +18,7 @@ from torch_lawa.checkpoints.discovery import Found, discover, select
 from torch_lawa.checkpoints.opening import open_checkpoint
 from torch_lawa.checkpoints.places import LocalPlace, Place, parse_place
 from torch_lawa.core.coefficients import Coefficients, parse_coefficients
-from torch_lawa.core.pieces import PieceWindows
+from torch_lawa.core.pieces import make_pieces
 from torch_lawa.core.records import MetricsWriter, Row, read_metrics
 from torch_lawa.core.units import format_bytes
 from torch_lawa.errors import ConfigError
@@ -250,7 +250,7 @@ def _make(
         tensors = plans[0].output.shards[0].tensors
 
         def work(todo: Iterator[tuple[PlannedTensor, int, int]]) -> None:
-            pieces = PieceWindows(_PIECE, len(opened))
+            pieces = make_pieces(_PIECE)
             for tensor, first, last in todo:
                 code, target = tensor.source.dtype, tensor.target.dtype
                 begin, end = first * value_width(code), last * value_width(code)

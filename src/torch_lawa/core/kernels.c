@@ -1,0 +1,231 @@
+/* The inner loops of the offline mean: bytes to float64 sums and back, bit for bit as in pieces.py.
+ *
+ * Plain C, no Python headers: built when the package is installed where there is a compiler, loaded
+ * with ctypes, and done without where there is none. Must be compiled without contraction of
+ * multiply and add (-ffp-contract=off) and without -ffast-math. */
+
+#include <fenv.h>
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__)
+#define CLONES __attribute__((noinline, target_clones("avx512f", "avx2", "default")))
+#else
+#define CLONES __attribute__((noinline))
+#endif
+
+enum { F64, F32, F16, BF16, TABLE };                        /* as in kernels.py */
+enum { INEXACT = 1, NEGATIVE_ZERO = 2, NOT_FINITE = 4 };    /* likewise */
+
+static inline float as_float(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+static inline uint32_t float_bits(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+static inline uint64_t double_bits(double value) {
+  uint64_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+/* One value of each kind as float64: exact, all of them. */
+static inline double of_f64(double x, const double *t) { (void)t; return x; }
+static inline double of_f32(float x, const double *t) { (void)t; return (double)x; }
+static inline double of_bf16(uint16_t x, const double *t) {
+  (void)t;
+  return (double)as_float((uint32_t)x << 16);
+}
+static inline double of_f16(uint16_t x, const double *t) {
+  (void)t;
+  uint32_t shifted = (uint32_t)(x & 0x7fff) << 13;
+  uint32_t finite = float_bits(as_float(shifted) * 0x1p112f); /* moves the exponent, exactly */
+  uint32_t special = shifted | 0x7f800000;
+  uint32_t size = shifted >= 0x0f800000 ? special : finite;
+  return (double)as_float(size | (uint32_t)(x & 0x8000) << 16);
+}
+static inline double of_table(uint8_t x, const double *t) { return t[x]; }
+
+/* For each kind: start a sum, add to it, each with weight 1 or another. */
+#define LOOPS(NAME, TYPE)                                                                          \
+  CLONES static void start_##NAME(double *restrict sum, const TYPE *restrict x, size_t n,          \
+                                  const double *restrict t) {                                      \
+    for (size_t i = 0; i < n; i++) sum[i] = of_##NAME(x[i], t);                                    \
+  }                                                                                                \
+  CLONES static void start_weighted_##NAME(double *restrict sum, const TYPE *restrict x, size_t n, \
+                                           const double *restrict t, double w) {                   \
+    for (size_t i = 0; i < n; i++) sum[i] = of_##NAME(x[i], t) * w;                                \
+  }                                                                                                \
+  CLONES static void add_##NAME(double *restrict sum, const TYPE *restrict x, size_t n,            \
+                                const double *restrict t) {                                        \
+    for (size_t i = 0; i < n; i++) sum[i] += of_##NAME(x[i], t);                                   \
+  }                                                                                                \
+  CLONES static void add_weighted_##NAME(double *restrict sum, const TYPE *restrict x, size_t n,   \
+                                         const double *restrict t, double w) {                     \
+    for (size_t i = 0; i < n; i++) {                                                               \
+      double term = of_##NAME(x[i], t) * w;                                                        \
+      sum[i] += term;                                                                              \
+    }                                                                                              \
+  }
+
+LOOPS(f64, double)
+LOOPS(f32, float)
+LOOPS(f16, uint16_t)
+LOOPS(bf16, uint16_t)
+LOOPS(table, uint8_t)
+
+#define DISPATCH(NAME, TYPE)                                        \
+  do {                                                              \
+    const TYPE *x = raw;                                            \
+    if (first && w == 1.0) start_##NAME(sum, x, n, table);          \
+    else if (first) start_weighted_##NAME(sum, x, n, table, w);     \
+    else if (w == 1.0) add_##NAME(sum, x, n, table);                \
+    else add_weighted_##NAME(sum, x, n, table, w);                  \
+  } while (0)
+
+/* sum = x * w for the first checkpoint, sum += x * w for the others. */
+void lawa_add(double *sum, const void *raw, size_t n, int kind, const double *table, double w,
+              int first) {
+  switch (kind) {
+    case F64: DISPATCH(f64, double); break;
+    case F32: DISPATCH(f32, float); break;
+    case F16: DISPATCH(f16, uint16_t); break;
+    case BF16: DISPATCH(bf16, uint16_t); break;
+    default: DISPATCH(table, uint8_t); break;
+  }
+}
+
+CLONES static void divide(double *restrict sum, size_t n, double divisor) {
+  for (size_t i = 0; i < n; i++) sum[i] /= divisor;
+}
+
+CLONES static void multiply(double *restrict sum, size_t n, double factor) {
+  for (size_t i = 0; i < n; i++) sum[i] *= factor;
+}
+
+CLONES static int not_finite(const double *restrict x, size_t n) {
+  uint64_t found = 0;
+  for (size_t i = 0; i < n; i++) {
+    uint64_t size = double_bits(x[i]) & 0x7fffffffffffffffu;
+    found |= size >= 0x7ff0000000000000u;
+  }
+  return found != 0;
+}
+
+CLONES static int negative_zero(const double *restrict x, size_t n) {
+  uint64_t found = 0;
+  for (size_t i = 0; i < n; i++) found |= double_bits(x[i]) == 0x8000000000000000u;
+  return found != 0;
+}
+
+CLONES static void to_f32(float *restrict out, const double *restrict x, size_t n) {
+  for (size_t i = 0; i < n; i++) out[i] = (float)x[i];
+}
+
+/* The float32 next to x towards zero, its last bit set if anything was cut off ("to odd"): a second
+ * rounding, to a narrower kind, is then the only one. */
+static inline uint32_t to_odd(double x) {
+  float single = (float)x;
+  double wide = (double)single;
+  uint32_t bits = float_bits(single);
+  bits -= fabs(wide) > fabs(x);
+  return bits | (wide != x);
+}
+
+/* Rounded to eight bits where it stands, as an integer: the float32 of that is exact. Returns
+ * whether there was a value for which it is not: NaN, or too small for a normal number. */
+CLONES static int to_bf16_quickly(uint16_t *restrict out, const double *restrict x, size_t n) {
+  uint64_t odd = 0;
+  for (size_t i = 0; i < n; i++) {
+    uint64_t bits = double_bits(x[i]), size = bits & 0x7fffffffffffffffu;
+    odd |= (size - 1 < 0x3810000000000000u - 1) | (size > 0x7ff0000000000000u);
+    uint64_t rounded = bits + 0xfffffffffffu + (bits >> 45 & 1);
+    double value;
+    rounded &= ~(uint64_t)0x1fffffffffffu;
+    memcpy(&value, &rounded, sizeof value);
+    out[i] = (uint16_t)(float_bits((float)value) >> 16);
+  }
+  return odd != 0;
+}
+
+CLONES static void to_bf16(uint16_t *restrict out, const double *restrict x, size_t n) {
+  for (size_t i = 0; i < n; i++) {
+    uint32_t bits = to_odd(x[i]);
+    uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    out[i] = (uint16_t)(x[i] != x[i] ? 0x7fc0 : rounded);
+  }
+}
+
+CLONES static void to_f16(uint16_t *restrict out, const double *restrict x, size_t n) {
+  for (size_t i = 0; i < n; i++) {
+    uint32_t bits = to_odd(x[i]);
+    uint32_t size = bits & 0x7fffffff;
+    /* Below 2^-14 the quantum is fixed: adding 0.5 lets the addition round to it. */
+    uint32_t small = float_bits(as_float(size) + 0.5f) - float_bits(0.5f);
+    uint32_t normal = (size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13;
+    uint32_t half = size < 113u << 23 ? small : normal;
+    half = size >= 143u << 23 ? 0x7c00 : half;
+    half = x[i] != x[i] ? 0x7e00 : half;
+    out[i] = (uint16_t)(half | (bits >> 16 & 0x8000));
+  }
+}
+
+/* Divide a sum (exact_factor: 1 / divisor where that is a power of two, else 0) and round it. */
+int lawa_finish(double *sum, size_t n, double divisor, double exact_factor, int kind, void *out) {
+  if (exact_factor == 0.0) divide(sum, n, divisor);
+  else if (exact_factor != 1.0) multiply(sum, n, exact_factor);
+  switch (kind) {
+    case F64: memcpy(out, sum, n * sizeof *sum); break;
+    case F32: to_f32(out, sum, n); break;
+    case F16: to_f16(out, sum, n); break;
+    case BF16:
+      if (to_bf16_quickly(out, sum, n)) to_bf16(out, sum, n);
+      break;
+    default: break; /* looked up elsewhere */
+  }
+  return not_finite(sum, n) ? NOT_FINITE : 0;
+}
+
+CLONES static void sum_of(double *restrict out, const double *restrict a, const double *restrict b,
+                          size_t n) {
+  for (size_t i = 0; i < n; i++) out[i] = a[i] + b[i];
+}
+
+CLONES static void difference(double *restrict out, const double *restrict a,
+                              const double *restrict b, size_t n) {
+  for (size_t i = 0; i < n; i++) out[i] = a[i] - b[i];
+}
+
+/* out = before + raw (before may be null), with what would make such sums depend on their order. */
+int lawa_prefix(double *out, const double *before, const void *raw, size_t n, int kind,
+                const double *table, double *scratch) {
+  double *values = before ? scratch : out;
+  lawa_add(values, raw, n, kind, table, 1.0, 1);
+  int flags = negative_zero(values, n) ? NEGATIVE_ZERO : 0;
+  if (not_finite(values, n)) flags |= NOT_FINITE;
+  if (before) {
+    feclearexcept(FE_INEXACT);
+    sum_of(out, before, values, n);
+    if (fetestexcept(FE_INEXACT)) flags |= INEXACT;
+  }
+  return flags;
+}
+
+/* out = end - start (start may be null): a window from two prefix sums. */
+int lawa_window(double *out, const double *end, const double *start, size_t n) {
+  if (!start) {
+    memcpy(out, end, n * sizeof *out);
+    return 0;
+  }
+  feclearexcept(FE_INEXACT);
+  difference(out, end, start, n);
+  return fetestexcept(FE_INEXACT) ? INEXACT : 0;
+}
