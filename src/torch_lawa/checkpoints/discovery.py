@@ -244,8 +244,9 @@ def _select_numbers(
 
 def _check_values(values: dict[str, int | None]) -> None:
     for name, value in values.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value}: it must be at least 1.")
+        least = 1 if name in ("last", "every") else 0  # some count epochs from 0
+        if value is not None and value < least:
+            raise ConfigError(f"{name}={value}: it must be at least {least}.")
 
 
 def _range(discovery: Discovery) -> str:

@@ -164,7 +164,7 @@ def plan_average(
             f"{many[0]}: is a run of {len(found.found)} checkpoints ({found.found[0].label} to "
             f"{found.found[-1].label}); say which to average, such as --last 6."
         )
-    rule = _rule(found, many, coefficients, weights)
+    rule = _rule(found, many, coefficients, weights, key)
     chosen = select(found, last=last, at=at, start=start, stop=stop, every=every)
     return plan_found(
         chosen.found,
@@ -250,6 +250,7 @@ def _rule(
     inputs: Sequence[Input],
     coefficients: Coefficients | str,
     weights: Sequence[float] | None,
+    key: str | None,
 ) -> Coefficients:
     if weights is None:
         return parse_coefficients(coefficients) if isinstance(coefficients, str) else coefficients
@@ -261,7 +262,11 @@ def _rule(
             "give one weight for each file, in the order of the files."
         )
     # They were given with the files; the files may have been put in the order of their steps.
-    given = {str(parse_place(i)): w for i, w in zip(inputs, weights, strict=True)}
+    given = {
+        str(alone.place): weight
+        for each, weight in zip(inputs, weights, strict=True)
+        for alone in discover([each], key=key).found
+    }
     return Explicit([given[str(f.place)] for f in found.found])
 
 

@@ -45,9 +45,9 @@ def test_a_selection(arguments: dict[str, int], expected: list[int], by: str) ->
     [
         ({"last": 0}, "last=0: it must be at least 1"),
         ({"every": 0}, "every=0: it must be at least 1"),
-        ({"at": -5}, "at=-5: it must be at least 1"),
-        ({"start": 0}, "from=0: it must be at least 1"),
-        ({"stop": 0}, "to=0: it must be at least 1"),
+        ({"at": -5}, "at=-5: it must be at least 0"),
+        ({"start": -1}, "from=-1: it must be at least 0"),
+        ({"stop": -1}, "to=-1: it must be at least 0"),
         ({"start": 300, "stop": 200}, "from 300 to 200: the first must not be the greater"),
         ({"last": 6}, r"the last 6 are asked for and there are 5 \(step 100, step 200"),
         ({"last": 3, "every": 200}, r"the last 3 .* there are 2 \(step 200, step 400\)"),

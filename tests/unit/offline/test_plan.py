@@ -246,3 +246,12 @@ def test_more_than_two_to_the_31_values(tmp_path: Path) -> None:
     assert last[2] == numel
     with SafetensorsFile(LocalPlace(path)) as opened:
         assert opened.read("w", numel - 2, numel).tolist() == [0, 7]
+
+
+def test_weights_find_a_checkpoint_inside_the_folder_that_was_given(tmp_path: Path) -> None:
+    for step in (1, 2):
+        (tmp_path / f"step-{step}").mkdir()
+        save_file({"w": torch.ones(1)}, tmp_path / f"step-{step}" / "weights.safetensors")
+    folders = [tmp_path / "step-2", tmp_path / "step-1"]
+    plan = plan_average(folders, tmp_path / "m", weights=[3, 1])
+    assert [(i.step, i.weight) for i in plan.inputs] == [(1, 0.25), (2, 0.75)]
