@@ -4,36 +4,18 @@ Local files are memory-mapped; of remote ones just the asked ranges are fetched,
 request and the number of threads is the number of requests in flight.
 """
 
+import errno
 import glob
-import io
-import mmap
 import os
 from abc import ABC, abstractmethod
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from torch_lawa.errors import ConfigError, FormatError
-
-if TYPE_CHECKING:
-    from torch_lawa.checkpoints.base import Bytes
+from torch_lawa.checkpoints.servers import package_for, telling
+from torch_lawa.checkpoints.sources import MappedSource, RemoteSource, Source, SourceFile
+from torch_lawa.errors import ConfigError, LawaError, OutputError
 
 __all__ = ["LocalPlace", "Place", "RemotePlace", "Source", "SourceFile", "is_url", "parse_place"]
-
-
-class Source(ABC):
-    """An open file: its size, and any range of its bytes."""
-
-    size: int
-
-    @abstractmethod
-    def view(self, begin: int, end: int) -> "Bytes":
-        """Bytes `begin` to `end`; the caller has checked them against `size`."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give back the file; views that were taken stay valid."""
 
 
 class Place(ABC):
@@ -150,7 +132,7 @@ class LocalPlace(Place):
         return found.st_size, (found.st_mtime_ns, found.st_ino)
 
     def open(self) -> Source:
-        return _MappedSource(self.path)
+        return MappedSource(self.path)
 
 
 class RemotePlace(Place):
@@ -190,27 +172,80 @@ class RemotePlace(Place):
         return self._at(f"{self._path}/{name}")
 
     def is_file(self) -> bool:
-        return bool(self.fs.isfile(self._path))
+        return self._kind() == "file"
 
     def is_folder(self) -> bool:
-        return bool(self.fs.isdir(self._path))
+        return self._kind() == "directory"
+
+    def exists(self) -> bool:
+        """Whether there is one now, whatever was listed before."""
+        with telling(str(self)):
+            self.fs.invalidate_cache(self._path)
+        return self._kind() is not None
 
     def children(self) -> "list[Place]":
-        self.fs.invalidate_cache()  # a live run adds files
-        found = {p.rstrip("/") for p in self.fs.ls(self._path, detail=False)}
+        with telling(str(self)):
+            self.fs.invalidate_cache()  # a live run adds files
+            try:
+                listed = self.fs.ls(self._path, detail=False)
+            except FileNotFoundError as error:
+                raise self._missing() from error.__cause__
+        found = {p.rstrip("/") for p in listed}
         return [self._at(p) for p in sorted(found - {self._path})]
 
     def glob(self) -> "list[Place]":
-        self.fs.invalidate_cache()
-        return [self._at(p) for p in sorted(self.fs.glob(self._path))]
+        try:
+            with telling(str(self)):
+                self.fs.invalidate_cache()
+                return [self._at(p) for p in sorted(self.fs.glob(self._path))]
+        except FileNotFoundError:
+            return []
 
     def stamp(self) -> tuple[int, object]:
-        found = self.fs.info(self._path)
+        with telling(str(self)):
+            self.fs.invalidate_cache(self._path)
+        found = self._info()
+        if found is None:
+            raise self._missing()
         mark = next((found[k] for k in ("ETag", "etag", "mtime", "created") if k in found), None)
         return int(found["size"]), str(mark)
 
     def open(self) -> Source:
-        return _RemoteSource(self.fs, self._path)
+        return RemoteSource(self.fs, self._path, str(self), self.size)
+
+    def upload(self, path: Path) -> None:
+        """Become a copy of a local file; object stores show it when it is whole."""
+        try:
+            with telling(str(self)):
+                self.fs.put_file(str(path), self._path)
+        except (OSError, LawaError) as error:
+            raise OutputError(f"{error} It was not written.") from error
+
+    def remove(self) -> None:
+        """Remove the file."""
+        try:
+            with telling(str(self)):
+                self.fs.rm_file(self._path)
+        except FileNotFoundError:
+            return
+        except (OSError, LawaError) as error:
+            raise OutputError(f"{error} It was not removed.") from error
+
+    def _kind(self) -> str | None:
+        found = self._info()
+        return None if found is None else str(found["type"])
+
+    def _info(self) -> dict[str, Any] | None:
+        # Not `fs.isfile`: that takes every failure, such as missing credentials, for "no file".
+        try:
+            with telling(str(self)):
+                found: dict[str, Any] = self.fs.info(self._path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found
+
+    def _missing(self) -> FileNotFoundError:
+        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
 
     def _at(self, path: str) -> "RemotePlace":
         return RemotePlace(self.fs, path, self._protocol)
@@ -236,84 +271,11 @@ def parse_place(text: str | os.PathLike[str]) -> Place:
     try:
         fs, path = fsspec.core.url_to_fs(text)
     except ImportError as error:
+        package = package_for(protocol)
+        what_next = f"Run `pip install '{package}'`." if package else "Install it."
         raise ConfigError(
-            f"{text}: reading {protocol}:// needs a package that is not installed ({error}). "
-            "For s3:// install torch-lawa[s3]."
+            f"{text}: {protocol}:// needs a package that is not installed ({error}). {what_next}"
         ) from None
     except ValueError as error:
         raise ConfigError(f"{text}: {error}. Give a path or a URL that fsspec knows.") from None
     return RemotePlace(fs, path, protocol)
-
-
-class _MappedSource(Source):
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            self.size = os.fstat(file.fileno()).st_size
-            self._bytes: Bytes = np.empty(0, dtype=np.uint8)
-            if self.size:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                self._bytes = np.frombuffer(mapped, dtype=np.uint8)
-
-    def view(self, begin: int, end: int) -> "Bytes":
-        return self._bytes[begin:end]
-
-    def close(self) -> None:
-        # The mapping goes when the last view of it does.
-        self._bytes = np.empty(0, dtype=np.uint8)
-
-
-class _RemoteSource(Source):
-    def __init__(self, fs: Any, path: str) -> None:
-        self._fs, self._path = fs, path
-        self.size = int(fs.info(path)["size"])
-
-    def view(self, begin: int, end: int) -> "Bytes":
-        if begin == end:
-            return np.empty(0, dtype=np.uint8)
-        found = self._fs.cat_file(self._path, start=begin, end=end)
-        if len(found) != end - begin:
-            raise FormatError(
-                f"{self._path}: asked for {end - begin} bytes at {begin} and got {len(found)}: "
-                "the file changed while it was read."
-            )
-        return np.frombuffer(found, dtype=np.uint8)
-
-    def close(self) -> None:
-        pass  # nothing is held between requests
-
-
-class SourceFile(io.RawIOBase):
-    """A range of a source as a file that can be read and sought, for `zipfile` and `pickle`."""
-
-    def __init__(self, source: Source, begin: int = 0, end: int | None = None) -> None:
-        self._source, self._begin = source, begin
-        self._size = (source.size if end is None else end) - begin
-        self._at = 0
-
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def seekable(self) -> bool:
-        """It is."""
-        return True
-
-    def tell(self) -> int:
-        """Where the next read begins."""
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        """Move to `offset` from the start, from here, or from the end."""
-        base = (0, self._at, self._size)[whence]
-        if base + offset < 0:
-            raise ValueError("seek before the start of the file")
-        self._at = base + offset
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` as far as the file goes."""
-        n = max(0, min(len(buffer), self._size - self._at))
-        start = self._begin + self._at
-        memoryview(buffer).cast("B")[:n] = self._source.view(start, start + n).data
-        self._at += n
-        return n

@@ -24,6 +24,7 @@ from torch_lawa.checkpoints.safetensors import encode_header
 from torch_lawa.core.dtypes import DTYPES
 from torch_lawa.core.pieces import Bytes
 from torch_lawa.offline.output import Output
+from torch_lawa.offline.uploading import upload
 
 __all__ = ["SafetensorsSink", "writing"]
 
@@ -115,7 +116,7 @@ def _aside(output: Output) -> Iterator[Path]:
 
 def _deliver(folder: Path, output: Output) -> None:
     if isinstance(output.place, RemotePlace):
-        _upload(folder, output.place, output)
+        upload(folder, output.place, output)
     elif isinstance(output.place, LocalPlace):
         target = output.place.path
         if output.is_folder:
@@ -123,15 +124,6 @@ def _deliver(folder: Path, output: Output) -> None:
             publish(folder, target)
         else:
             publish(folder / target.name, target)
-
-
-def _upload(folder: Path, place: RemotePlace, output: Output) -> None:
-    """Objects appear whole; what names the others (an index, or the only file) goes last."""
-    last = output.index or output.shards[0].file
-    names = sorted((p.name for p in folder.iterdir()), key=lambda name: name == last)
-    for name in names:
-        target = place.child(name) if output.is_folder else place
-        place.fs.put_file(str(folder / name), target.path)
 
 
 def _write_index(path: Path, output: Output) -> None:
