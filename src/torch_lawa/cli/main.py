@@ -19,6 +19,7 @@ _VERBS = {
     "average": "Average checkpoints: files, folders, patterns, URLs or a run.",
     "sweep": "Average many windows of a run in one pass and evaluate them.",
     "inspect": "Show what a checkpoint holds, or how two differ.",
+    "watch": "Follow a live run and write a new average when a checkpoint lands.",
     "demo": "Train a small net on embedded data and show what averaging saved.",
 }
 

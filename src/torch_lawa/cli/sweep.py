@@ -160,11 +160,12 @@ def _say(row: Row) -> None:
         for name, value in row.items()
         if name not in known
     )
-    click.echo(f"{where:<12} {who:<7} {'  '.join(values)}")
+    # Not click.echo, which would write through the progress bar.
+    print(f"{where:<12} {who:<7} {'  '.join(values)}", flush=True)
 
 
 def _say_json(row: Row) -> None:
-    click.echo(json.dumps(row))
+    print(json.dumps(row), flush=True)
 
 
 def _as_json(plan: "SweepPlan") -> dict[str, Any]:

@@ -67,7 +67,13 @@ def _show(ended: threading.Event, meter: Meter, title: str) -> None:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    # Lines that the work prints meanwhile go above the bar, or to the file they are sent to.
+    with Progress(
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),
+    ) as progress:
         task = progress.add_task(title, total=None)
         while not ended.is_set():
             progress.update(task, completed=meter.done, total=meter.total or None)
