@@ -11,7 +11,7 @@ from torch_lawa.checkpoints.naming import few, parse_name
 from torch_lawa.checkpoints.opening import open_checkpoint
 from torch_lawa.checkpoints.places import Place, parse_place
 from torch_lawa.core.units import format_bytes
-from torch_lawa.errors import ConfigError, LawaError
+from torch_lawa.errors import ConfigError, FormatError, LayoutError
 from torch_lawa.offline.average import PROVENANCE
 from torch_lawa.offline.engine import Meter, in_threads
 from torch_lawa.offline.origin import describe_provenance, read_provenance
@@ -258,8 +258,8 @@ def _open_all(
             try:
                 with open_checkpoint(each.place, key=key) as opened:
                     made[at] = opened.format, opened.num_bytes
-            except (LawaError, OSError) as error:
-                made[at] = str(error), None
+            except (FormatError, LayoutError, FileNotFoundError, PermissionError) as error:
+                made[at] = str(error), None  # not a server's failure: that is about all of them
 
     in_threads(min(_OPENING, len(found)), iter(enumerate(found)), work, Meter())
     ordered = [made[at] for at in range(len(found))]
