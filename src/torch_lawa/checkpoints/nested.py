@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 WEIGHT_KEYS = ("state_dict", "model_state_dict", "model", "module", "state_dict_ema", "model_ema")
-_STEP_KEYS = ("global_step", "step", "iteration")
+_STEP_KEYS = ("global_step", "step", "iteration", "iter_num")
 PROGRESS_KEYS = (*_STEP_KEYS, "epoch")
 _TRAINING_STATE = (
     *("optim", "lr_sched", "scheduler", "averager", "scaler", "callback", "loops"),

@@ -16,7 +16,9 @@ from torch_lawa.errors import FormatError
 
 __all__ = ["dtype_of", "load_tensors", "map_flat", "save_tensors", "spec_of", "write_flat"]
 
-_TORCH = {code: getattr(torch, d.torch_name, None) for code, d in DTYPES.items()}
+_TORCH: dict[str, torch.dtype | None] = {
+    code: getattr(torch, d.torch_name, None) for code, d in DTYPES.items()
+}
 _CODES = {dtype: code for code, dtype in _TORCH.items() if dtype is not None}
 
 
