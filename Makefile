@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-SOURCES := pyproject.toml constraints.txt
+SOURCES := pyproject.toml constraints.txt hatch_build.py src/torch_lawa/core/kernels.c
 
 .PHONY: demo test check format bench bench-offline test-gpu clean help
 
