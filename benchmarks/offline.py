@@ -13,6 +13,7 @@ of a bare interpreter, from a run that is not timed. The first column of ratios 
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -115,7 +116,7 @@ def measure(
     output = scratch / "mean.safetensors"
     found: dict[str, dict[str, Any]] = {}
     for variant in variants:
-        prepare(inputs, scratch, cold=False)
+        prepare(inputs, scratch, cold)
         row = peak_memory(command(variant, output, inputs))
         row["peak_bytes"] -= bare
         if "failed" not in row and variant not in FLOORS and part != "sweep":
@@ -226,6 +227,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     options.rounds = options.rounds or (2 if options.quick else 5)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the checkpoints would stay behind
     if options.data is not None:
         run(options, options.data)
         return

@@ -24,10 +24,13 @@ def execute(command: list[str], watch: Watch | None = None) -> dict[str, Any]:
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         start = time.perf_counter()
         process = subprocess.Popen(command, stdout=out, stderr=err)
-        if watch is not None:
-            watch(process)
-        code = process.wait()
-        wall = time.perf_counter() - start
+        try:
+            if watch is not None:
+                watch(process)
+            code = process.wait()
+            wall = time.perf_counter() - start
+        finally:
+            process.kill()  # if we are stopped, so is it
         out.seek(0)
         err.seek(0)
         if code:
