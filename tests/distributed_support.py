@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -104,6 +105,19 @@ def rows(tensor: Tensor, *cuts: int, dim: int = 0) -> list[Box]:
         starts, sizes = [0] * tensor.ndim, list(tensor.shape)
         starts[dim], sizes[dim] = begin, end - begin
         found.append((tuple(starts), tuple(sizes)))
+    return found
+
+
+def cut_up(shape: tuple[int, ...], data: st.DataObject) -> list[Box]:
+    """Boxes that make up the whole, some of them empty, in any order."""
+    found: list[Box] = [((0,) * len(shape), shape)]
+    for _ in range(data.draw(st.integers(0, 5))):
+        starts, sizes = found.pop(data.draw(st.integers(0, len(found) - 1)))
+        dim = data.draw(st.integers(0, len(shape) - 1))
+        cut = data.draw(st.integers(0, sizes[dim]))
+        for begin, size in ((0, cut), (cut, sizes[dim] - cut)):
+            moved = (*starts[:dim], starts[dim] + begin, *starts[dim + 1 :])
+            found.append((moved, (*sizes[:dim], size, *sizes[dim + 1 :])))
     return found
 
 

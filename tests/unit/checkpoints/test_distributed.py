@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_support import assert_holds, raw
-from distributed_support import Box, quietly, rows, save, save_shards, sharded
+from distributed_support import cut_up, quietly, rows, save, save_shards, sharded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import small_net
@@ -85,18 +85,7 @@ def test_any_boxes_and_any_range(
 ) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     tensor = torch.rand(shape)
-    todo: list[Box] = [((0,) * len(shape), shape)]
-    for _ in range(data.draw(st.integers(0, 5))):  # cut some box in two, somewhere
-        starts, sizes = todo.pop(data.draw(st.integers(0, len(todo) - 1)))
-        dim = data.draw(st.integers(0, len(shape) - 1))
-        cut = data.draw(st.integers(0, sizes[dim]))
-        rest = sizes[dim] - cut
-        todo += [
-            (starts, (*sizes[:dim], cut, *sizes[dim + 1 :])),
-            ((*starts[:dim], starts[dim] + cut, *starts[dim + 1 :]),
-             (*sizes[:dim], rest, *sizes[dim + 1 :])),
-        ]  # fmt: skip
-    boxes = [box for box in todo if 0 not in box[1]]
+    boxes = [box for box in cut_up(shape, data) if 0 not in box[1]]
     folder = tmp_path_factory.mktemp("d") / "a"
     save_shards(folder, {"w": tensor}, {"w": boxes}, ranks=3)
     begin = data.draw(st.integers(0, tensor.nbytes))

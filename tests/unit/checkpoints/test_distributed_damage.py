@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_support import patched, read_all
-from distributed_support import save_shards, sharded
+from distributed_support import cut_up, save_shards, sharded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata
@@ -122,11 +122,12 @@ def test_broken_metadata_is_refused(tmp_path: Path, good: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [(), ["model"], ("model", None), ("model", "grid"), ("model", "grid", "x")]
+    "path",
+    [(), ["model"], ("model", None), ("model", "uneven"), ("model", "uneven", "x"), ("model",)],
 )
 def test_broken_paths_are_refused(tmp_path: Path, good: Path, path: object) -> None:
-    folder = rewrite(good, tmp_path / "bad", lambda m: m.planner_data.update(uneven=path))
-    with pytest.raises(FormatError, match=r"\.metadata: .*'(uneven|grid)'"):
+    folder = rewrite(good, tmp_path / "bad", lambda m: m.planner_data.update(whole=path))
+    with pytest.raises(FormatError, match=r"\.metadata: .*'whole'"):
         DistributedCheckpoint(LocalPlace(folder))
 
 
@@ -166,15 +167,27 @@ def test_no_bytes_crash_the_reader(
         read_all(DistributedCheckpoint(LocalPlace(folder)))
 
 
-@given(st.data())
-def test_problems_of_chunks_are_those_of_counting(data: st.DataObject) -> None:
-    """Every value once, counted one by one."""
-    shape = tuple(data.draw(st.lists(st.integers(0, 3), max_size=3)))
-    chunks = []
+def test_an_overlap_with_a_long_chunk_is_seen() -> None:
+    """A column; then its neighbour in rows, of which one lies on the column."""
+    starts = [(0, 0), (0, 1), (1, 1), (2, 1), (2, 0)]
+    chunks = [Chunk(at, (1, 1) if n else (4, 1), "f", 0, 1) for n, at in enumerate(starts)]
+    assert find_problem((4, 2), chunks) == "the chunks at (0, 0) and (2, 0) overlap"
+    chunks[-1] = Chunk((3, 1), (1, 1), "f", 0, 1)
+    assert find_problem((4, 2), chunks) is None
+
+
+@settings(max_examples=300)
+@given(data=st.data(), moved=st.booleans())
+def test_problems_of_chunks_are_those_of_counting(data: st.DataObject, moved: bool) -> None:
+    """Every value once, counted one by one; a box that is moved leaves as much as it hides."""
+    shape = tuple(data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=3)))
+    boxes = cut_up(shape, data)
+    if moved:
+        _, sizes = boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))
+        room = zip(shape, sizes, strict=True)
+        boxes.append((tuple(data.draw(st.integers(0, n - m)) for n, m in room), sizes))
     count = np.zeros(shape, dtype=int)
-    for _ in range(data.draw(st.integers(0, 5))):
-        starts = tuple(data.draw(st.integers(0, n)) for n in shape)
-        sizes = tuple(data.draw(st.integers(0, n - a)) for a, n in zip(starts, shape, strict=True))
-        chunks.append(Chunk(starts, sizes, "f", 0, 1))
+    for starts, sizes in boxes:
         count[tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))] += 1
+    chunks = [Chunk(starts, sizes, "f", 0, 1) for starts, sizes in boxes]
     assert (find_problem(shape, chunks) is None) == bool((count == 1).all())
