@@ -22,6 +22,8 @@ from s3_support import (
 )
 from safetensors.torch import load, save, save_file
 
+from torch_lawa.checkpoints.places import parse_place
+
 Lawa = Callable[..., tuple[int, str, str]]
 
 
@@ -121,6 +123,23 @@ def test_only_ranges_are_fetched(
     assert_equal(load(out.read_bytes()), {"small": small})
     assert small.nbytes < sum(fetched) < small.nbytes + 4000
     assert fs.size(f"{bucket}/a.safetensors") > 20_000_000
+
+
+def test_what_was_listed_is_not_believed_for_ever(fs: Any, bucket: str) -> None:
+    other = s3fs.S3FileSystem(skip_instance_cache=True)  # another process
+    other.call_s3("put_object", Bucket=bucket, Key="run/", Body=b"")  # as consoles mark a folder
+    other.pipe(f"{bucket}/run/a.bin", b"old")
+    run = parse_place(f"s3://{bucket}/run")
+    (file,) = run.children()
+    before = file.stamp()
+    assert file.name == "a.bin"
+    assert [p.name for p in run.children()] == ["a.bin"]  # which is remembered
+    other.pipe(f"{bucket}/run/a.bin", b"newer")
+    other.pipe(f"{bucket}/run/b.bin", b"x")
+    assert file.stamp() != before
+    assert file.read_bytes() == b"newer"
+    assert run.child("b.bin").exists()
+    assert [p.name for p in run.children()] == ["a.bin", "b.bin"]
 
 
 def complaint(lawa: Lawa, *words: object) -> str:

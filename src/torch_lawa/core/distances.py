@@ -44,7 +44,7 @@ class Sums:
 
     @staticmethod
     def total(parts: Sequence["Sums"]) -> "Sums":
-        """All of them together; exact sums, so that how it was cut changes nothing but rounding.
+        """All of them together; summed exactly, so that their order does not matter.
 
         >>> Sums.total([Sums(1, 2.0, dd=4.0), Sums(2, 1.0, dd=1.0)]).dd
         5.0

@@ -75,7 +75,7 @@ def _run(
 ) -> list[Sums]:
     """The sums of each pair of tensors; those of its pieces go as soon as the last is there."""
     lengths = [a.tensors[x].nbytes // value_width(a.tensors[x].dtype) for _, x, _ in matched]
-    waiting: dict[int, dict[int, Sums]] = {}
+    waiting: dict[int, list[Sums]] = {}
     done: dict[int, Sums] = {}
     lock = threading.Lock()
     meter.total = sum(a.tensors[x].nbytes + b.tensors[y].nbytes for _, x, y in matched)
@@ -97,11 +97,10 @@ def _run(
                 meter.add(end - begin)
             found = piece.compare(raws[0], codes[0], raws[1], codes[1])
             with lock:
-                parts = waiting.setdefault(at, {})
-                parts[first] = found
+                parts = waiting.setdefault(at, [])
+                parts.append(found)
                 if len(parts) == -(-lengths[at] // PIECE):
-                    # In their order, not in the one they came in.
-                    done[at] = Sums.total([part for _, part in sorted(waiting.pop(at).items())])
+                    done[at] = Sums.total(waiting.pop(at))
 
     in_threads(threads, pieces(), work, meter)
     return [done.get(at, Sums()) for at in range(len(matched))]

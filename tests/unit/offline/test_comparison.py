@@ -171,6 +171,11 @@ def test_what_has_no_number_has_none_in_json(tmp_path: Path) -> None:
     assert [t.name for t in difference.differing][-1] == "sign"
 
 
+def test_sums_that_are_too_large_are_infinite() -> None:
+    total = Sums.total([Sums(dd=1e308, aa=1.0)] * 2)
+    assert (total.dd, total.relative, total.aa) == (math.inf, None, 2.0)
+
+
 def test_opaque_values_are_told_apart_by_their_bits(tmp_path: Path) -> None:
     from torch_lawa.checkpoints.base import TensorSpec
 
@@ -205,6 +210,7 @@ def test_ties(tmp_path: Path) -> None:
     assert [t.name for t in untied.differing] == ["head"]
     other_name_kept = compare_checkpoints(a, c)
     assert other_name_kept.identical
+    assert (other_name_kept.overall.relative, other_name_kept.overall.cosine) == (0.0, 1.0)
     assert len(other_name_kept.compared) == 1
 
 
