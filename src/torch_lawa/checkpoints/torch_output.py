@@ -4,6 +4,7 @@ The values are memory-mapped, so no more than the pages being written are in mem
 """
 
 import json
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,7 +49,10 @@ def save_distributed(
     from torch.distributed.checkpoint.state_dict_saver import save
 
     state = _nested(dict(_state(values, aliases)), nested_under)
-    save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+    with warnings.catch_warnings():
+        # That there is one process only is what we want, and `no_dist` is not known everywhere.
+        warnings.filterwarnings("ignore", message=".*torch.distributed is.*")
+        save(state, storage_writer=FileSystemWriter(folder))
     (folder / "lawa.json").write_text(json.dumps(dict(metadata), indent=2) + "\n")
     for path in folder.iterdir():
         sync_file(path)
