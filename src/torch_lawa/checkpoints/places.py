@@ -211,7 +211,18 @@ class RemotePlace(Place):
         return int(found["size"]), str(mark)
 
     def open(self) -> Source:
-        return RemoteSource(self.fs, self._path, str(self), self.size)
+        found = self._info()  # as last listed: formats check their size against their contents
+        if found is None:
+            raise self._missing()
+        return RemoteSource(self.fs, self._path, str(self), int(found["size"]))
+
+    def read_bytes(self) -> bytes:
+        """The whole (small) file, as it is now and in one request."""
+        try:
+            with telling(str(self)):
+                return bytes(self.fs.cat_file(self._path))
+        except FileNotFoundError:
+            raise self._missing() from None
 
     def upload(self, path: Path) -> None:
         """Become a copy of a local file; object stores show it when it is whole."""
@@ -278,4 +289,5 @@ def parse_place(text: str | os.PathLike[str]) -> Place:
         ) from None
     except ValueError as error:
         raise ConfigError(f"{text}: {error}. Give a path or a URL that fsspec knows.") from None
+    fs.invalidate_cache()  # file systems live on and remember listings of earlier calls
     return RemotePlace(fs, path, protocol)

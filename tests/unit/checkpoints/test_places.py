@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch_lawa.checkpoints.opening import open_checkpoint
 from torch_lawa.checkpoints.places import LocalPlace, Place, RemotePlace, is_url, parse_place
 from torch_lawa.checkpoints.servers import telling
-from torch_lawa.checkpoints.sources import SourceFile
+from torch_lawa.checkpoints.sources import RemoteSource, SourceFile
 from torch_lawa.errors import ConfigError, FormatError, LawaError, OutputError
 
 
@@ -127,8 +127,9 @@ def test_bytes(ground: Ground) -> None:
     source.close()
     assert view.tobytes() == content[250:]  # views outlive their source
     assert ground.place.child("empty").read_bytes() == b""
-    with pytest.raises(FileNotFoundError, match="nothing"):
-        ground.place.child("nothing").open()
+    for act in (ground.place.child("nothing").open, ground.place.child("nothing").read_bytes):
+        with pytest.raises(FileNotFoundError, match="nothing"):
+            act()
 
 
 def test_a_source_as_a_file(ground: Ground) -> None:
@@ -237,10 +238,9 @@ def test_what_a_server_says_becomes_what_to_do(
     place = RemotePlace(fs, "bucket/a.pt", "s3")
     for method in ("info", "ls", "glob", "cat_file", "put_file", "rm_file"):
         monkeypatch.setattr(type(fs), method, fail)
-    source = RemotePlace.open
-    monkeypatch.setattr(RemotePlace, "size", 10)
+    source = RemoteSource(fs, place.path, str(place), size=10)
     for act in (place.is_file, place.is_folder, place.exists, place.children, place.glob,
-                place.stamp, lambda: source(place).view(0, 4)):  # fmt: skip
+                place.stamp, place.open, place.read_bytes, lambda: source.view(0, 4)):  # fmt: skip
         with pytest.raises(kind, match=says) as caught:
             act()
         if error is not caught.value:
