@@ -25,8 +25,9 @@ Examples:
   lawa watch runs/gpt -o averaged --once                  what is there now, for cron
   lawa watch 'runs/gpt/step-*.pt' -o averaged.pt          just what matches
 
-The checkpoints of the window are kept beside OUT, in OUT.window, as hard links: they take no room
-until the trainer deletes its own. Stop it with Ctrl-C or SIGTERM; started again, it goes on.
+The checkpoints of the window are kept beside OUT, in OUT.window, as hard links, which take no room
+until the trainer deletes its own, or as copies where RUN is on another disk. Stop it with Ctrl-C
+or SIGTERM; started again, it goes on.
 """
 
 

@@ -1,0 +1,116 @@
+"""The two ends of a watch: a run whose checkpoints come and go, and where its averages go."""
+
+import os
+import re
+from pathlib import Path
+
+from torch_lawa.checkpoints.base import Progress
+from torch_lawa.checkpoints.discovery import Discovery, Found, discover
+from torch_lawa.checkpoints.folders import examine_run
+from torch_lawa.checkpoints.naming import parse_name
+from torch_lawa.checkpoints.places import LocalPlace, is_url, parse_place
+from torch_lawa.errors import ConfigError, FormatError, OutputError
+
+__all__ = ["LiveRun", "Target"]
+
+_STEP = "{step}"
+
+
+class LiveRun:
+    """The checkpoints of a run's folder or a pattern, as they are at the moment of asking."""
+
+    def __init__(self, text: str, *, key: str | None = None) -> None:
+        self.text, self.key, self.place = text, key, parse_place(text)
+        self.is_pattern = any(c in text for c in "*?[") and not self.place.exists()
+
+    @property
+    def anchor(self) -> str:
+        """What it is called in the window: the same from every folder, for every pattern in it."""
+        if not isinstance(self.place, LocalPlace):
+            return re.split(r"/[^/]*[*?[]", self.text)[0] if self.is_pattern else self.text
+        parts = self.place.path.parts
+        if self.is_pattern:
+            first = next(i for i, part in enumerate(parts) if any(c in part for c in "*?["))
+            parts = parts[:first]
+        return str(Path(*parts).resolve())
+
+    def discover(self) -> Discovery:
+        """What is there now, by step or epoch."""
+        if not self.is_pattern and not self.place.exists():
+            raise FormatError(f"{self.place}: is not there yet.")
+        discovery = discover([self.text], key=self.key)
+        if not discovery.is_run and not self.is_pattern and self.place.is_folder():
+            discovery = self._only_one(discovery)
+        if discovery.ordered_by == "given":
+            raise FormatError(
+                f"{self.text}: no step or epoch in the name or contents of {discovery.found[0]}, "
+                "so the order is not known."
+            )
+        return discovery
+
+    def _only_one(self, discovery: Discovery) -> Discovery:
+        """The first checkpoint of a run; discovery may have taken the run's name for its."""
+        contents = examine_run(self.place)
+        if not contents.entries:
+            raise FormatError(f"{self.place}: is one checkpoint; give the folder of its run.")
+        entry, progress = contents.entries[0], contents.progress[0]
+        if progress != Progress():
+            by = "epoch" if progress.step is None else "step"
+            found = Found(entry.place, progress.step, progress.epoch)
+            return Discovery((found,), by, is_run=True)  # type: ignore[arg-type]
+        if parse_name(self.place.name) != Progress():
+            raise FormatError(f"{entry.place}: no step or epoch in its name.")
+        return discovery  # it was opened to learn its step
+
+
+class Target:
+    """Where averages go: one path, or one a step.
+
+    >>> target = Target("averages/{step}.safetensors")
+    >>> target.path(700).as_posix(), target.window.as_posix()
+    ('averages/700.safetensors', 'averages/step.safetensors.window')
+    """
+
+    def __init__(self, text: str) -> None:
+        if is_url(text) and not text.startswith("file://"):
+            raise ConfigError(
+                f"{text}: a watch keeps links beside its output; give a path, and upload from it."
+            )
+        self._path = Path(os.path.expanduser(text.removeprefix("file://")))
+        self.keeps_all = _STEP in text
+        parts = self._path.parts
+        at = next((i for i, part in enumerate(parts) if _STEP in part), len(parts) - 1)
+        self._first = Path(*parts[: at + 1])  # the first part that differs between averages
+        name = self._first.name.replace(_STEP, "step")
+        self.window = self._first.with_name(f"{name}.window")
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def path(self, number: int) -> Path:
+        """Where the average goes whose newest checkpoint has this step (or epoch)."""
+        return Path(str(self._path).replace(_STEP, str(number)))
+
+    def refuse_inside(self, run: LiveRun) -> None:
+        """Averages must not be taken for checkpoints."""
+        if not isinstance(run.place, LocalPlace):
+            return
+        ours = self._first.resolve()
+        folder = Path(run.anchor)
+        if run.is_pattern:
+            clash = any(p.resolve().match(str(run.place.path)) for p in (ours, self.window))
+        else:
+            clash = ours == folder or folder in ours.parents
+        if clash or ours in folder.parents:
+            raise OutputError(
+                f"{self}: lies in the run {run.text}, where it would be taken for a checkpoint. "
+                f"Write beside it, such as to {folder.with_name(folder.name + '-averaged')}."
+            )
+
+    def refuse_existing(self) -> None:
+        """What was there before the first watch is not ours to replace."""
+        if not self.keeps_all and self._path.exists():
+            raise OutputError(
+                f"{self}: exists already, and not from a watch of this run. Remove it, or write "
+                "elsewhere."
+            )

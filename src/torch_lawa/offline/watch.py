@@ -1,0 +1,285 @@
+"""Follow a live run: keep the k latest checkpoints, write a new average when one has landed.
+
+Averages are made from the window's own folder and from nowhere else, so what the trainer deletes
+meanwhile changes nothing.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch_lawa.checkpoints.discovery import Discovery, select
+from torch_lawa.checkpoints.files import clear_stale, publish, remove
+from torch_lawa.checkpoints.places import LocalPlace
+from torch_lawa.core.coefficients import Coefficients, parse_coefficients
+from torch_lawa.core.dtypes import parse_dtype
+from torch_lawa.errors import ConfigError, FormatError, LawaError, OutputError
+from torch_lawa.offline.average import Result, average_checkpoints
+from torch_lawa.offline.engine import Meter, Stopped
+from torch_lawa.offline.intake import Intake
+from torch_lawa.offline.live_run import LiveRun, Target
+from torch_lawa.offline.plan import PlannedInput, plan_found
+from torch_lawa.offline.snapshots import digest
+from torch_lawa.offline.window_folder import WindowFolder
+
+__all__ = ["Averaged", "Watcher", "watch_run"]
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """An average that was written, and of what."""
+
+    inputs: tuple[PlannedInput, ...]
+    result: Result
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        newest = self.inputs[-1]
+        inputs = [{"step": i.step, "epoch": i.epoch, "weight": i.weight} for i in self.inputs]
+        made = {"step": newest.step, "epoch": newest.epoch, "inputs": inputs}
+        return {**made, **self.result.to_json()}
+
+
+def watch_run(
+    run: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    k: int = 6,
+    coefficients: Coefficients | str = "uniform",
+    dtype: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    key: str | None = None,
+    poll: float = 10.0,
+    settle: float | None = None,
+    once: bool = False,
+    on_average: Callable[[Averaged], None] = lambda averaged: None,
+    on_message: Callable[[str], None] = lambda text: None,
+    stop: threading.Event | None = None,
+) -> None:
+    """Write the average of the k latest checkpoints of `run`, again for each that lands.
+
+    Looks every `poll` seconds until `stop` is set; `once` takes what is there and returns. A
+    checkpoint must not have changed for `settle` seconds (twice `poll`, unless given). `{step}` in
+    `output` keeps every average; otherwise the one is replaced, whole, each time.
+
+    >>> import tempfile, torch
+    >>> from torch_lawa.checkpoints.tensors import save_tensors
+    >>> run = Path(tempfile.mkdtemp())
+    >>> for step in (100, 200, 300):
+    ...     save_tensors(run / f"step_{step}.safetensors", {"w": torch.ones(2)})
+    >>> output = Path(tempfile.mkdtemp()) / "averaged.safetensors"
+    >>> watch_run(run, output, k=2, settle=0, once=True, on_message=print)
+    step 200: taken (1 of 2)
+    step 300: taken (2 of 2)
+    >>> output.exists()
+    True
+    """
+    stop = stop or threading.Event()
+    if not poll > 0:
+        raise ConfigError(f"poll={poll}: give the seconds between two looks.")
+    settle = 2 * poll if settle is None else settle
+    with Watcher(
+        run,
+        output,
+        k=k,
+        coefficients=coefficients,
+        dtype=dtype,
+        include=include,
+        exclude=exclude,
+        key=key,
+        settle=settle,
+        once=once,
+        on_average=on_average,
+        on_message=on_message,
+        stop=stop,
+    ) as watcher:
+        watcher.look()
+        if once and watcher.settling and not stop.wait(settle + 0.01):
+            watcher.look()
+        while not once and not stop.wait(poll):
+            watcher.look()
+
+
+class Watcher:
+    """What `watch_run` does, one look at a time."""
+
+    def __init__(
+        self,
+        run: str | os.PathLike[str],
+        output: str | os.PathLike[str],
+        *,
+        k: int = 6,
+        coefficients: Coefficients | str = "uniform",
+        dtype: str | None = None,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        key: str | None = None,
+        settle: float = 20.0,
+        once: bool = False,
+        on_average: Callable[[Averaged], None] = lambda averaged: None,
+        on_message: Callable[[str], None] = lambda text: None,
+        stop: threading.Event | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if k < 1 or not settle >= 0:
+            raise ConfigError(f"k={k}, settle={settle}: k is at least 1, settle at least 0.")
+        rule = parse_coefficients(coefficients) if isinstance(coefficients, str) else coefficients
+        rule.weights(k)  # a list of weights must fit k
+        self._how: dict[str, Any] = {
+            "rule": rule,
+            "name": coefficients if isinstance(coefficients, str) else repr(rule),
+            "dtype": None if dtype is None else parse_dtype(dtype),
+            "include": tuple(include),
+            "exclude": tuple(exclude),
+            "key": key,
+        }
+        self._k, self._settle, self._once = k, settle, once
+        self._on_average, self._say, self._clock = on_average, on_message, clock
+        self._stop = stop or threading.Event()
+        self._said: set[str] = set()
+        self._trouble = "", 0.0  # and since when
+        self._failed = self._hopeless = ""  # windows: no average yet, and none at all
+        live, self._target = LiveRun(os.fspath(run), key=key), Target(os.fspath(output))
+        self._target.refuse_inside(live)
+        self._each = self._target.keeps_all and not once
+        self._window = WindowFolder(self._target.window, run=live.anchor, k=k)
+        self._intake = Intake(
+            live,
+            self._window,
+            k=k,
+            each=self._each,
+            settle=settle,
+            say=self._say,
+            stop=self._stop,
+            clock=clock,
+        )
+        try:
+            self._greet()
+        except BaseException:
+            self._window.close()
+            raise
+
+    def __enter__(self) -> "Watcher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._window.close()
+
+    @property
+    def settling(self) -> bool:
+        """Whether there is a checkpoint that has still to prove that it is complete."""
+        return self._intake.settling
+
+    def look(self) -> None:
+        """Take what has landed and settled; average the window if that is new."""
+        try:
+            self._intake.look()
+            while not self._stop.is_set() and self._intake.take_next():
+                if self._each:
+                    self._average()
+        except Stopped:
+            return
+        except (OSError, FormatError) as error:
+            if self._once:
+                raise
+            self._note_trouble(str(error))
+        else:
+            self._trouble = "", 0.0
+        if not self._stop.is_set():
+            self._average()
+
+    def _greet(self) -> None:
+        if self._window.is_new:
+            self._target.refuse_existing()
+        state = self._window.state
+        if state.snapshots:
+            numbers = f"{state.snapshots[0].label} to {state.snapshots[-1].label}"
+            count = f"{len(state.snapshots)} of {self._k}"
+            self._say(f"going on with {self._window.folder} ({count}, {numbers})")
+            if not self._target.path(state.snapshots[-1].number).exists():
+                self._window.state = replace(state, averaged="")
+
+    def _note_trouble(self, text: str) -> None:
+        """Say what stays wrong; a file that went while it was looked at is no trouble."""
+        if self._trouble[0] != text:
+            self._trouble = text, self._clock()
+        waiting = not (self._window.state.snapshots or self._said)
+        if waiting or self._clock() - self._trouble[1] >= self._settle:
+            self._say_once(text, "waiting for checkpoints: " if waiting else "")
+
+    def _say_once(self, text: str, before: str = "") -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._say(before + text)
+
+    def _average(self) -> None:
+        state = self._window.state
+        window = digest([repr(self._how), [(s.number, s.weights) for s in state.snapshots]])
+        if len(state.snapshots) < self._k or window in (state.averaged, self._hopeless):
+            return
+        newest = state.snapshots[-1]
+        path = self._target.path(newest.number)
+        try:
+            if self._target.keeps_all and path.exists() and newest.number > state.left_at:
+                self._say(f"{newest.label}: {path} exists already and is not made again")
+                averaged = None
+            else:
+                averaged = self._make(path)
+                if averaged is None:  # a snapshot changed: the next look drops it
+                    return
+            self._window.commit(replace(state, averaged=window))
+        except Stopped:
+            return
+        except (OSError, LawaError) as error:
+            if self._once or isinstance(error, ConfigError):
+                raise
+            self._note_failure(error, newest.label, window)
+            return
+        if averaged is not None:
+            self._on_average(averaged)
+
+    def _note_failure(self, error: Exception, label: str, window: str) -> None:
+        may_pass = isinstance(error, OSError | OutputError)  # a full disk, a lost mount
+        again = "at every look" if may_pass else "with the next checkpoint"
+        if window != self._failed:
+            self._say(f"{label}: no average: {error} The window is kept; tried again {again}.")
+        self._failed, self._hopeless = window, "" if may_pass else window
+
+    def _make(self, path: Path) -> Averaged | None:
+        """Average the window into `path`; None if one of its files changed meanwhile."""
+        state = self._window.state
+        found = tuple(self._window.found(s) for s in state.snapshots)
+        by: Any = state.by
+        notes = select(Discovery(found, by, is_run=True), last=self._k).notes
+        plan = plan_found(found, LocalPlace(path), notes=notes, overwrite=True, **self._how)
+        for note in plan.notes:
+            self._say_once(note, "note: ")
+        # Aside first, so that nothing made from bytes that changed takes the name.
+        aside = self._window.made / path.name
+        output = replace(plan.output, place=LocalPlace(aside))
+        result = average_checkpoints(replace(plan, output=output), meter=_Meter(self._stop))
+        if self._window.changed():
+            remove(aside)
+            return None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        clear_stale(path)
+        publish(aside, path)
+        return Averaged(plan.inputs, replace(result, place=LocalPlace(path)))
+
+
+class _Meter(Meter):
+    """Stops the work between two pieces once the watch is to end."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        super().__init__()
+        self._stop = stop
+
+    def add(self, num_bytes: int) -> None:
+        super().add(num_bytes)
+        if self._stop.is_set():
+            self.stop()
