@@ -33,7 +33,15 @@ def exit_code(arguments: list[str]) -> int:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--version"], ["demo", "--help"], ["average", "--help"], ["sweep", "--help"]],
+    [
+        ["--help"],
+        ["--version"],
+        ["demo", "--help"],
+        ["average", "--help"],
+        ["sweep", "--help"],
+        ["watch", "--help"],
+        ["inspect", "--help"],
+    ],
 )
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     done = subprocess.run(

@@ -3,13 +3,14 @@
 import contextlib
 import ctypes
 import errno
+import functools
 import glob
 import os
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from torch_lawa.errors import OutputError
 
@@ -21,6 +22,7 @@ __all__ = [
     "replacing",
     "require_space",
     "reserve",
+    "start_flushing",
     "sync_file",
     "sync_folder",
     "temporary_name",
@@ -110,6 +112,14 @@ def reserve(file: int, size: int, path: Path) -> None:
         os.ftruncate(file, size)  # a file system that cannot reserve
 
 
+def start_flushing(file: int) -> None:
+    """Let the disk begin to take what was written, without waiting, where the system can."""
+    begin = _linux_call("sync_file_range")
+    if begin is not None:
+        start_writing = 2
+        begin(file, ctypes.c_longlong(0), ctypes.c_longlong(0), start_writing)
+
+
 def require_space(folder: Path, size: int) -> None:
     """Refuse before any work where the disk has no room for `size` bytes."""
     free = shutil.disk_usage(folder).free
@@ -137,15 +147,23 @@ def sync_folder(folder: Path) -> None:
 
 def _exchange(a: Path, b: Path) -> bool:
     """Let two names change places in one step; False where the system cannot."""
-    if sys.platform != "linux":
-        return False
-    try:
-        rename = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):
+    rename = _linux_call("renameat2")
+    if rename is None:
         return False
     at_cwd, exchange = -100, 2
     done: int = rename(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange)
     return done == 0
+
+
+@functools.cache
+def _linux_call(name: str) -> Any:
+    """A function of the C library that Python does not offer; None where there is none."""
+    if sys.platform != "linux":
+        return None
+    try:
+        return getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (OSError, AttributeError):
+        return None
 
 
 def _is_alive(pid: int) -> bool:

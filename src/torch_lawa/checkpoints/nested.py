@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from torch_lawa.checkpoints.base import Progress
-from torch_lawa.checkpoints.unpickling import inside
+from torch_lawa.checkpoints.unpickling import Tree, inside
 from torch_lawa.errors import FormatError
 
 __all__ = [
@@ -33,16 +33,20 @@ _MAX_NAMES = 1_000_000
 _CHOOSE = "choose with --key"
 
 Leaf = TypeVar("Leaf")
-Tree = dict[object, object]
+Dict = dict[object, object]
 
 
 @dataclass(frozen=True)
 class Weights(Generic[Leaf]):
-    """The tensors that were found, the dotted key they are under ("" for the top), and notes."""
+    """The tensors that were found, the dotted key they are under ("" for the top), and notes.
+
+    `metadata` is what a state dict says of itself in plain text, in its `_metadata`.
+    """
 
     tensors: dict[str, Leaf]
     key: str
     notes: tuple[str, ...]
+    metadata: dict[str, str]
 
 
 def find_weights(
@@ -103,7 +107,7 @@ class _Finder(Generic[Leaf]):
         self._leaf, self._place = leaf, place
         self._known: dict[int, bool] = {}  # by id: everything lives as long as the top does
 
-    def look_up(self, top: Tree, key: str) -> Tree:
+    def look_up(self, top: Dict, key: str) -> Dict:
         """The dict under a dotted key."""
         if key == ".":
             return top
@@ -125,7 +129,7 @@ class _Finder(Generic[Leaf]):
             )
         return node
 
-    def guess(self, top: Tree, all_if_unclear: bool) -> tuple[Tree, str, tuple[str, ...]]:
+    def guess(self, top: Dict, all_if_unclear: bool) -> tuple[Dict, str, tuple[str, ...]]:
         """The dict that holds the weights, its key, and a note where there was a choice."""
         nested = [k for k, v in top.items() if not isinstance(v, self._leaf) and self._holds(v)]
         direct = [k for k, v in top.items() if isinstance(v, self._leaf)]
@@ -141,8 +145,9 @@ class _Finder(Generic[Leaf]):
         aside = [k for k in nested if is_training_state(k)]
         if direct and len(aside) == len(nested):
             note = "left out, not weights: " + ", ".join(map(repr, aside))
-            tree = {k: v for k, v in top.items() if k not in aside}
-            return tree, "", (note,) if aside else ()
+            if not aside:
+                return top, "", ()
+            return {k: v for k, v in top.items() if k not in aside}, "", (note,)
         inner = [k for name in nested for k in _keys(top[name])]
         if all_if_unclear and not any(map(is_training_state, (*nested, *inner))):
             return top, "", ()
@@ -155,8 +160,8 @@ class _Finder(Generic[Leaf]):
         )
 
     def _candidates(
-        self, top: Tree, direct: list[object], nested: list[object]
-    ) -> Iterator[tuple[str, Tree]]:
+        self, top: Dict, direct: list[object], nested: list[object]
+    ) -> Iterator[tuple[str, Dict]]:
         """The top, and what is under its one key where there is one (PyTorch's own `app`)."""
         yield "", top
         if len(nested) == 1 and not direct and isinstance(only := top[nested[0]], dict):
@@ -179,7 +184,7 @@ class _Finder(Generic[Leaf]):
             self._known[id(thing)] = found
         return self._known[id(thing)]
 
-    def _list_entries(self, top: Tree) -> str:
+    def _list_entries(self, top: Dict) -> str:
         names = []
         value: Any
         for key, value in top.items():
@@ -191,7 +196,7 @@ class _Finder(Generic[Leaf]):
         more = f" and {len(names) - 12} more" if len(names) > 12 else ""
         return (", ".join(map(repr, names[:12])) + more or "none") + " ('.' is everything)"
 
-    def collect(self, tree: Tree, key: str, notes: tuple[str, ...]) -> Weights[Leaf]:
+    def collect(self, tree: Dict, key: str, notes: tuple[str, ...]) -> Weights[Leaf]:
         """The tensors in a dict by dotted names, with what wrappers put in front taken off."""
         flat: list[tuple[str, Leaf]] = []
         left_out: list[str] = []
@@ -205,9 +210,9 @@ class _Finder(Generic[Leaf]):
         if left_out:
             more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
             notes += ("left out, not tensors: " + ", ".join(map(repr, left_out[:3])) + more,)
-        return Weights(self._canonical(flat), key, notes)
+        return Weights(self._canonical(flat), key, notes, _metadata(tree))
 
-    def _walk(self, tree: Tree, prefix: str, depth: int) -> Iterator[tuple[str, object]]:
+    def _walk(self, tree: Dict, prefix: str, depth: int) -> Iterator[tuple[str, object]]:
         for key, value in tree.items():
             if not isinstance(key, str | int):
                 raise FormatError(
@@ -238,6 +243,13 @@ class _Finder(Generic[Leaf]):
                 raise FormatError(f"{self._place}: the name {plain!r} is not text.")
             found[plain] = value
         return found
+
+
+def _metadata(tree: object) -> dict[str, str]:
+    attributes = tree.attributes if isinstance(tree, Tree) else None
+    found = attributes.get("_metadata") if isinstance(attributes, dict) else None
+    pairs = found.items() if isinstance(found, dict) else ()
+    return {k: v for k, v in pairs if isinstance(k, str) and isinstance(v, str)}
 
 
 def _keys(thing: object) -> list[object]:

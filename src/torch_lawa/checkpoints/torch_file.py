@@ -40,6 +40,7 @@ class TorchFile(Checkpoint):
             layout="single",
             tensors={name: t.spec for name, t in self._stored.items()},
             aliases={name: kept for name, kept in names.items() if name != kept},
+            metadata=weights.metadata,
             progress=find_progress(top),
             notes=weights.notes,
         )

@@ -17,7 +17,7 @@ from torch_lawa.errors import FormatError
 if TYPE_CHECKING:
     from torch_lawa.checkpoints.base import Bytes
 
-__all__ = ["MAX_PICKLE", "Label", "Maker", "Record", "inside", "load_pickle"]
+__all__ = ["MAX_PICKLE", "Label", "Maker", "Record", "Tree", "inside", "load_pickle"]
 
 MAX_PICKLE = 512 * 1024 * 1024
 _MAX_MESSAGE = 200
@@ -94,9 +94,15 @@ def inside(thing: object) -> Iterator[object]:
         yield from (*thing.args, thing.state, *(thing.items or ()))
 
 
-def _make_dict(*args: Any) -> dict[object, object]:
+class Tree(dict[object, object]):
+    """A dict that was an OrderedDict or the like, with the attributes it was given."""
+
+    attributes: object = None
+
+
+def _make_dict(*args: Any) -> Tree:
     """OrderedDict, Counter, defaultdict: their class does not matter here."""
-    found: dict[object, object] = {}
+    found = Tree()
     for arg in args:
         pairs = arg.items() if isinstance(arg, dict) else arg if isinstance(arg, list) else ()
         for key, value in pairs:
@@ -188,7 +194,9 @@ class _Unpickler(pickle._Unpickler):
         state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, Record):
             target.state = state
-        elif not isinstance(target, dict):  # attributes of a dict (`_metadata`) are not needed
+        elif isinstance(target, Tree):
+            target.attributes = state
+        elif not isinstance(target, dict):
             raise pickle.UnpicklingError(f"a {type(target).__name__} was given a state")
 
     def _extend(self, items: list[object]) -> None:

@@ -1,14 +1,12 @@
 """`lawa inspect`: what a checkpoint or a run holds, or how two checkpoints differ."""
 
 import json
+from typing import TYPE_CHECKING
 
 import click
 
-from torch_lawa.cli.working import while_shown
-from torch_lawa.offline.comparison import compare_checkpoints
-from torch_lawa.offline.difference import Difference
-from torch_lawa.offline.engine import Meter
-from torch_lawa.offline.inspection import Inspection, inspect
+if TYPE_CHECKING:
+    from torch_lawa.offline.difference import Difference
 
 __all__ = ["command"]
 
@@ -33,6 +31,8 @@ def command(path: str, path2: str | None, tensors: bool, key: str | None, as_jso
 
     A path is whatever `lawa average` takes. Distances are in float64, relative to PATH.
     """
+    from torch_lawa.offline.inspection import Inspection, inspect
+
     if path2 is None:
         found = inspect(path, key)
         if as_json:
@@ -49,7 +49,11 @@ def command(path: str, path2: str | None, tensors: bool, key: str | None, as_jso
         click.echo(difference.describe(worst=None) if tensors else str(difference))
 
 
-def _compare(a: str, b: str, key: str | None) -> Difference:
+def _compare(a: str, b: str, key: str | None) -> "Difference":
+    from torch_lawa.cli.working import while_shown
+    from torch_lawa.offline.comparison import compare_checkpoints
+    from torch_lawa.offline.engine import Meter
+
     meter = Meter()
     return while_shown(lambda: compare_checkpoints(a, b, key, meter=meter), meter, "Comparing")
 

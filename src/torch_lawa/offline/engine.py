@@ -30,6 +30,7 @@ __all__ = [
 
 _T = TypeVar("_T")
 _LOCAL_THREADS, _REMOTE_THREADS = 8, 16
+_REMOTE_PIECE = 1 << 19  # a piece is a request
 
 
 class Sink(Protocol):
@@ -103,12 +104,14 @@ def run(
     *,
     threads: int,
     meter: Meter,
-    length: int = PIECE,
+    length: int | None = None,
 ) -> list[str]:
     """Average `tensors` of the checkpoints, oldest first, into `sink`.
 
     Returns the names of tensors whose mean is not finite throughout.
     """
+    if length is None:
+        length = PIECE if all(c.place.local for c in checkpoints) else _REMOTE_PIECE
     used, used_weights = drop_zeros(checkpoints, weights)
     newest = checkpoints[-1]
     alone = Uniform().weights(1)

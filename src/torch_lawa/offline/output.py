@@ -191,7 +191,9 @@ def _refuse_clashes(place: Place, checkpoints: Sequence[Checkpoint], overwrite: 
         return
     if not overwrite:
         raise OutputError(f"{place}: exists already. Pass --overwrite to replace it.")
-    if place.is_folder() and place.children() and not is_checkpoint_folder(place):
+    # In a bucket nothing but weights is ever removed.
+    other = place.local and place.is_folder() and bool(place.children())
+    if other and not is_checkpoint_folder(place):
         raise OutputError(
             f"{place}: is a folder with other things than a checkpoint in it, which replacing it "
             "would remove. Write elsewhere, or remove it yourself."

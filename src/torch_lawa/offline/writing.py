@@ -14,6 +14,7 @@ from torch_lawa.checkpoints.files import (
     remove,
     require_space,
     reserve,
+    start_flushing,
     sync_file,
     sync_folder,
     temporary_name,
@@ -28,6 +29,8 @@ from torch_lawa.offline.uploading import upload
 
 __all__ = ["SafetensorsSink", "writing"]
 
+_FLUSHED = 64 * 1024 * 1024
+
 
 class SafetensorsSink:
     """Reserved safetensors files, filled piece by piece from any thread."""
@@ -35,6 +38,7 @@ class SafetensorsSink:
     def __init__(self, folder: Path, output: Output, metadata: Mapping[str, str]) -> None:
         self._places: dict[str, tuple[int, int]] = {}
         self._handles: list[int] = []
+        self._unflushed = 0
         try:
             for shard in output.shards:
                 path = folder / shard.file
@@ -54,6 +58,11 @@ class SafetensorsSink:
         """Bytes of a tensor, named as in the inputs."""
         handle, start = self._places[name]
         _write_at(handle, piece.data, start + begin)
+        # The disk works while the next pieces are made; the flush at the end finds little to do.
+        self._unflushed += len(piece)  # by several threads: about right is enough
+        if self._unflushed > _FLUSHED:
+            self._unflushed = 0
+            start_flushing(handle)
 
     def flush(self) -> None:
         """Make what was written survive a power cut."""

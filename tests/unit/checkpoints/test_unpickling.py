@@ -21,7 +21,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torch_lawa.checkpoints import unpickling
-from torch_lawa.checkpoints.unpickling import Label, Record, inside, load_pickle
+from torch_lawa.checkpoints.unpickling import Label, Record, Tree, inside, load_pickle
 from torch_lawa.errors import FormatError
 
 PLAIN = {
@@ -59,7 +59,7 @@ def test_dicts_of_any_kind_become_dicts() -> None:
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         found = load_pickle(pickle.dumps(made, protocol), "a.pt", {})
         assert found == [{"a": 1, "b": 2}, {"a": 2, "b": 1}, {"a": [1]}]
-        assert all(type(d) is dict for d in found)
+        assert all(type(d) is Tree for d in found)
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])

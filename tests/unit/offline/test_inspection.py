@@ -108,13 +108,7 @@ def averaged(tmp_path: Path, output: Path, **how: object) -> Inspection:
     return inspect_checkpoint(output)
 
 
-UNREAD = pytest.mark.xfail(reason="TorchFile does not give a state dict's _metadata yet")
-
-
-@pytest.mark.parametrize(
-    "name", ["mean.safetensors", "folder", "distributed", pytest.param("mean.pt", marks=UNREAD)]
-)
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", ["mean.safetensors", "folder", "distributed", "mean.pt"])
 def test_how_it_was_averaged(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     how = {"layout": "distributed"} if name == "distributed" else {}
