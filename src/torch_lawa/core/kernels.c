@@ -194,6 +194,23 @@ int lawa_finish(double *sum, size_t n, double divisor, double exact_factor, int 
   return not_finite(sum, n) ? NOT_FINITE : 0;
 }
 
+/* The mean of k inputs that are all at hand, in blocks whose sums stay in the first cache. */
+int lawa_mean(const void *const *raws, const double *weights, size_t k, size_t n, int kind,
+              size_t width, const double *table, double divisor, double exact_factor, int target,
+              size_t target_width, void *out) {
+  enum { BLOCK = 1024 };
+  double sum[BLOCK];
+  int flags = 0;
+  for (size_t start = 0; start < n; start += BLOCK) {
+    size_t count = n - start < BLOCK ? n - start : BLOCK;
+    for (size_t j = 0; j < k; j++)
+      lawa_add(sum, (const char *)raws[j] + start * width, count, kind, table, weights[j], j == 0);
+    flags |= lawa_finish(sum, count, divisor, exact_factor, target,
+                         (char *)out + start * target_width);
+  }
+  return flags;
+}
+
 CLONES static void sum_of(double *restrict out, const double *restrict a, const double *restrict b,
                           size_t n) {
   for (size_t i = 0; i < n; i++) out[i] = a[i] + b[i];

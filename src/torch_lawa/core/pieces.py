@@ -19,15 +19,16 @@ from numpy.typing import NDArray
 from torch_lawa.core.coefficients import Weights
 from torch_lawa.core.dtypes import DTYPES
 
-__all__ = ["PIECE", "Bytes", "Doubles", "Pieces", "exact_factor", "make_pieces"]
+__all__ = ["PIECE", "Bytes", "Doubles", "Pieces", "exact_factor", "make_pieces", "piece_length"]
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Doubles: TypeAlias = NDArray[np.float64]
 Windows: TypeAlias = Sequence[tuple[range, Weights]]
 
-# Values in a piece: long enough to hide the cost of a call, short enough for the cache (see
-# docs/decisions/0009).
-PIECE = 1 << 17
+# Values in a piece, and bytes: long enough to hide the cost of a call, short enough for the cache
+# (see docs/decisions/0009).
+PIECE = 1 << 18
+_PIECE_BYTES = 1 << 19
 
 
 class Pieces(ABC):
@@ -49,8 +50,8 @@ class Pieces(ABC):
     def mean(self, pieces: Iterable[Bytes], weights: Weights, source: str, target: str) -> Bytes:
         """The mean of the same piece of every checkpoint, oldest first.
 
-        Pieces are taken one after the other, so an iterator may read them as it goes; those whose
-        weight is 0 must be left out, with their weight. The result is scratch.
+        Pieces are a list, or an iterator that reads them as it goes, one after the other; those
+        whose weight is 0 must be left out, with their weight. The result is scratch.
         """
         source, first = real(source), True
         for raw, weight in zip(pieces, weights.numerators, strict=True):
@@ -95,6 +96,16 @@ def make_pieces(length: int = PIECE) -> Pieces:
     from torch_lawa.core.pieces_numpy import NumpyPieces
 
     return CompiledPieces(length) if CompiledPieces.available() else NumpyPieces(length)
+
+
+def piece_length(source: str, target: str) -> int:
+    """How many values of a dtype to average at a time.
+
+    >>> piece_length("F32", "F32"), piece_length("BF16", "BF16")
+    (131072, 262144)
+    """
+    width = max(DTYPES[real(source)].itemsize, DTYPES[real(target)].itemsize)
+    return min(PIECE, _PIECE_BYTES // width)
 
 
 def real(code: str) -> str:

@@ -51,6 +51,10 @@ def _library() -> Any:
     library.lawa_add.argtypes = [address, address, size, number, address, real_number, number]
     library.lawa_add.restype = None
     library.lawa_finish.argtypes = [address, size, real_number, real_number, number, address]
+    library.lawa_mean.argtypes = [
+        *(address, address, size, size, number, size, address),
+        *(real_number, real_number, number, size, address),
+    ]
     library.lawa_prefix.argtypes = [address, address, address, size, number, address, address]
     library.lawa_window.argtypes = [address, address, address, size]
     return library
@@ -78,6 +82,25 @@ class CompiledPieces(Pieces):
         raw, out = self._align(raw, code), out[: len(raw) // DTYPES[code].itemsize]
         self._library.lawa_add(_at(out), _at(raw), len(out), *_kind(code), 1.0, 1)
         return out
+
+    def mean(self, pieces: Iterable[Bytes], weights: Weights, source: str, target: str) -> Bytes:
+        """The mean of a piece; where all are at hand, in blocks that stay in the first cache."""
+        code, kind = real(source), _KINDS.get(real(target))
+        if not isinstance(pieces, list) or kind is None:
+            return super().mean(pieces, weights, source, target)
+        places = [_at(raw) for raw in pieces]
+        width, target_width = DTYPES[code].itemsize, DTYPES[real(target)].itemsize
+        if any(place % width for place in places):
+            return super().mean(pieces, weights, source, target)
+        k, count = len(pieces), len(pieces[0]) // width
+        flags = self._library.lawa_mean(
+            (ctypes.c_void_p * k)(*places),
+            (ctypes.c_double * k)(*weights.numerators),
+            *(k, count, _kind(code)[0], width, _kind(code)[1]),
+            *(weights.divisor, exact_factor(weights.divisor), kind, target_width, _at(self._out)),
+        )
+        self.finite = not flags & _NOT_FINITE
+        return self._out[: count * target_width]
 
     def _add(self, raw: Bytes, code: str, weight: float, first: bool) -> None:
         self._count = len(raw) // DTYPES[code].itemsize

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 from torch_lawa.checkpoints.base import Checkpoint
 from torch_lawa.core.coefficients import Uniform, Weights
 from torch_lawa.core.dtypes import DTYPES
-from torch_lawa.core.pieces import PIECE, Bytes, make_pieces
+from torch_lawa.core.pieces import PIECE, Bytes, make_pieces, piece_length
 from torch_lawa.errors import FormatError
 from torch_lawa.offline.matching import PlannedTensor
 
@@ -87,13 +87,17 @@ def value_width(code: str) -> int:
 
 
 def pieces_of(
-    tensors: Sequence[PlannedTensor], length: int
+    tensors: Sequence[PlannedTensor], length: int | None = None
 ) -> Iterator[tuple[PlannedTensor, int, int]]:
-    """Every tensor cut into `(tensor, first value, last value)` of at most `length` values."""
+    """Every tensor cut into `(tensor, first value, last value)`, of at most `length` values each.
+
+    The length is the one that suits their dtype, unless it is given.
+    """
     for tensor in tensors:
+        at_a_time = length or piece_length(tensor.source.dtype, tensor.target.dtype)
         numel = tensor.source.nbytes // value_width(tensor.source.dtype)
-        for start in range(0, numel, length):
-            yield tensor, start, min(start + length, numel)
+        for start in range(0, numel, at_a_time):
+            yield tensor, start, min(start + at_a_time, numel)
 
 
 def run(
@@ -110,15 +114,16 @@ def run(
 
     Returns the names of tensors whose mean is not finite throughout.
     """
-    if length is None:
-        length = PIECE if all(c.place.local for c in checkpoints) else _REMOTE_PIECE
+    local = all(c.place.local for c in checkpoints)
+    if not local and length is None:
+        length = _REMOTE_PIECE
     used, used_weights = drop_zeros(checkpoints, weights)
     newest = checkpoints[-1]
     alone = Uniform().weights(1)
     not_finite: set[str] = set()
 
     def work(todo: Iterator[tuple[PlannedTensor, int, int]]) -> None:
-        piece = make_pieces(length)
+        piece = make_pieces(length or PIECE)
         for tensor, first, last in todo:
             code, target = tensor.source.dtype, tensor.target.dtype
             begin, end = first * value_width(code), last * value_width(code)
@@ -129,7 +134,8 @@ def run(
                 average = tensor.rule == "average"
                 sources, how = (used, used_weights) if average else ([newest], alone)
                 raws = (read_piece(c, tensor.name, begin, end) for c in sources)
-                made = piece.mean(raws, how, code, target)
+                # From a server one after the other, so that only one is in memory.
+                made = piece.mean(list(raws) if local else raws, how, code, target)
                 meter.add((end - begin) * len(sources))
                 if not piece.finite:
                     not_finite.add(tensor.name)
