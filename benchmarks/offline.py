@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from offline_data import DTYPES, MEDIUM, TINY, check, generate, paths, size
-from offline_peers import WAYS
+from offline_peers import SWEEP_KS, WAYS
 from offline_process import (
     bare_interpreter,
     drop,
@@ -38,11 +38,10 @@ from record import Log, median
 PARTS = {"fp32-6": ("fp32", 6), "bf16-6": ("bf16", 6), "bf16-16": ("bf16", 16)}
 PARTS |= {"fp32-16": ("fp32", 16), "sweep": ("bf16", 20)}
 OURS = "lawa"
-WRITING = "touch-2-write-5"  # belongs to the sweep alone
+WRITING, UNWRITTEN = "touch-2-write-5", "lawa-unwritten"  # belong to the sweep alone
 FLOORS = tuple(way for way in WAYS if way.startswith(("touch", "read")))
 VARIANTS = (OURS, *WAYS)
 PACKAGES = ("torch-lawa", "torch", "numpy", "safetensors", "mergekit", "transformers")
-SWEEP_KS = (2, 4, 6, 10, 16)
 
 Command = Callable[[str, Path, list[Path]], list[str]]
 
@@ -59,8 +58,8 @@ def average_command(variant: str, output: Path, inputs: list[Path]) -> list[str]
 def sweep_command(variant: str, output: Path, inputs: list[Path]) -> list[str]:
     """Several windows that end at the last checkpoint, against reading all checkpoints once.
 
-    PLUG IN OUR SIDE HERE: the words after `python -m torch_lawa`. Ours writes a result a window;
-    of the floors only touch-2-write-5 does.
+    Ours writes a result a window, as touch-2-write-5 does; lawa-unwritten and the other floors
+    write nothing.
     """
     if variant == OURS:
         run, last = inputs[0].parents[1], int(inputs[-1].parent.name.removeprefix("step-"))
@@ -190,7 +189,11 @@ def run(options: argparse.Namespace, data: Path) -> None:
         dtype, k = PARTS[part]
         inputs = files[dtype][:k]
         sweep = part == "sweep"
-        variants = [v for v in chosen if (v in (OURS, *FLOORS) if sweep else v != WRITING)]
+        variants = [
+            v
+            for v in chosen
+            if (v in (OURS, UNWRITTEN, *FLOORS) if sweep else v not in (WRITING, UNWRITTEN))
+        ]
         if OURS in variants and not exists("sweep" if sweep else "average"):
             print(f"{part}: torch-lawa has no such command yet, its row is left out")
             variants.remove(OURS)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+SWEEP_KS = (2, 4, 6, 10, 20)
 Act = Callable[[], None]
 
 
@@ -144,6 +145,29 @@ def floor(
     return act
 
 
+def sweep_unwritten(output: str, inputs: list[str]) -> Act:
+    """Our sweep, windows that end at the last checkpoint, with every result thrown away."""
+    import contextlib
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from torch_lawa.offline import sweep
+
+    class Nowhere:
+        def write(self, name: str, begin: int, piece: object) -> None:
+            pass
+
+    @contextlib.contextmanager
+    def nowhere(*_: object) -> Iterator[Nowhere]:
+        yield Nowhere()
+
+    sweep.writing = nowhere  # type: ignore[assignment]
+    folders = [str(Path(path).parent) for path in inputs]
+    last = int(Path(folders[-1]).name.removeprefix("step-"))
+    plan = sweep.plan_sweep(folders, SWEEP_KS, at=[last])
+    return lambda: sweep.run_sweep(plan, output="nowhere")  # type: ignore[return-value]
+
+
 WAYS: dict[str, Callable[[str, list[str]], Act]] = {
     "naive": naive,
     "accumulate": accumulate,
@@ -153,6 +177,7 @@ WAYS: dict[str, Callable[[str, list[str]], Act]] = {
     "touch-2": lambda o, i: floor(o, i, num_threads=2, step=8),
     "read-1": lambda o, i: floor(o, i, num_threads=1, step=1),
     "read-2": lambda o, i: floor(o, i, num_threads=2, step=1),
+    "lawa-unwritten": sweep_unwritten,
     "touch-2-write-5": lambda o, i: floor(o, i, num_threads=2, step=8, num_outputs=5),
 }
 
