@@ -17,7 +17,7 @@
 #endif
 
 enum { F64, F32, F16, BF16, TABLE };                        /* as in kernels.py */
-enum { INEXACT = 1, NEGATIVE_ZERO = 2, NOT_FINITE = 4 };    /* likewise */
+enum { NOT_FINITE = 4, BLOCK = 512 };                       /* likewise */
 
 static inline float as_float(uint32_t bits) {
   float value;
@@ -240,7 +240,6 @@ int lawa_finish(double *sum, size_t n, double divisor, double exact_factor, int 
 int lawa_mean(const void *const *raws, const double *weights, size_t k, size_t n, int kind,
               size_t width, const double *table, double divisor, double exact_factor, int target,
               size_t target_width, void *out) {
-  enum { BLOCK = 512 };
   double sum[BLOCK];
   int flags = 0;
   for (size_t start = 0; start < n; start += BLOCK) {
@@ -271,28 +270,52 @@ CLONES static void difference(double *restrict out, const double *restrict a,
   for (size_t i = 0; i < n; i++) out[i] = a[i] - b[i];
 }
 
-/* out = before + raw (before may be null), with what would make such sums depend on their order. */
-int lawa_prefix(double *out, const double *before, const void *raw, size_t n, int kind,
-                const double *table, double *scratch) {
-  double *values = before ? scratch : out;
-  lawa_add(values, raw, n, kind, table, 1.0, 1);
-  int flags = negative_zero(values, n) ? NEGATIVE_ZERO : 0;
-  if (not_finite(values, n)) flags |= NOT_FINITE;
-  if (before) {
+/* The sums of the first 1, 2, ... inputs of a block, a row each, as long as each was exact and so
+ * does not depend on its order; returns how many. NaN, Inf and -0.0 end it, too. */
+static size_t prefix_sums(double *rows, const void *const *raws, size_t num, size_t offset,
+                          size_t count, int kind, const double *table) {
+  double values[BLOCK];
+  for (size_t i = 0; i < num; i++) {
+    double *row = rows + i * BLOCK, *into = i ? values : row;
+    lawa_add(into, (const char *)raws[i] + offset, count, kind, table, 1.0, 1);
+    if (negative_zero(into, count) || not_finite(into, count)) return i;
+    if (!i) continue;
     feclearexcept(FE_INEXACT);
-    sum_of(out, before, values, n);
-    if (fetestexcept(FE_INEXACT)) flags |= INEXACT;
+    sum_of(row, row - BLOCK, values, count);
+    if (fetestexcept(FE_INEXACT)) return i;
   }
-  return flags;
+  return num;
 }
 
-/* out = end - start (start may be null): a window from two prefix sums. */
-int lawa_window(double *out, const double *end, const double *start, size_t n) {
-  if (!start) {
-    memcpy(out, end, n * sizeof *out);
-    return 0;
+/* Means of many windows over the same inputs. Window w has inputs firsts[w] to lasts[w]; its weights
+ * begin at weights + places[w], or are all 1 where places[w] is negative. rows is scratch of
+ * num * BLOCK values. flags has a word for every window. */
+void lawa_windows(const void *const *raws, size_t num, size_t n, int kind, size_t width,
+                  const double *table, size_t num_windows, const int64_t *firsts,
+                  const int64_t *lasts, const int64_t *places, const double *weights,
+                  const double *divisors, const double *exact_factors, int target,
+                  size_t target_width, void *const *outs, double *rows, int *flags) {
+  double sum[BLOCK];
+  for (size_t start = 0; start < n; start += BLOCK) {
+    size_t count = n - start < BLOCK ? n - start : BLOCK, offset = start * width;
+    size_t clean = prefix_sums(rows, raws, num, offset, count, kind, table);
+    for (size_t w = 0; w < num_windows; w++) {
+      size_t first = (size_t)firsts[w], last = (size_t)lasts[w];
+      int done = 0;
+      if (places[w] < 0 && last < clean) {
+        feclearexcept(FE_INEXACT);
+        if (first) difference(sum, rows + last * BLOCK, rows + (first - 1) * BLOCK, count);
+        else memcpy(sum, rows + last * BLOCK, count * sizeof *sum);
+        done = !fetestexcept(FE_INEXACT);
+      }
+      for (size_t i = first, begun = 0; !done && i <= last; i++) {
+        double weight = places[w] < 0 ? 1.0 : weights[places[w] + (int64_t)(i - first)];
+        if (weight == 0.0) continue;
+        lawa_add(sum, (const char *)raws[i] + offset, count, kind, table, weight, !begun);
+        begun = 1;
+      }
+      flags[w] |= lawa_finish(sum, count, divisors[w], exact_factors[w], target,
+                              (char *)outs[w] + start * target_width);
+    }
   }
-  feclearexcept(FE_INEXACT);
-  difference(out, end, start, n);
-  return fetestexcept(FE_INEXACT) ? INEXACT : 0;
 }

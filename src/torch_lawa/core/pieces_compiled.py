@@ -21,7 +21,7 @@ __all__ = ["CompiledPieces", "library_name"]
 _FOLDER = Path(__file__).parent
 _KINDS = {"F64": 0, "F32": 1, "F16": 2, "BF16": 3}  # as in kernels.c; float8 goes by a table
 _TABLE = 4
-_NOT_FINITE = 4
+_NOT_FINITE, _BLOCK = 4, 512
 
 
 def library_name() -> str:
@@ -55,8 +55,12 @@ def _library() -> Any:
         *(address, address, size, size, number, size, address),
         *(real_number, real_number, number, size, address),
     ]
-    library.lawa_prefix.argtypes = [address, address, address, size, number, address, address]
-    library.lawa_window.argtypes = [address, address, address, size]
+    library.lawa_windows.argtypes = [
+        *(address, size, size, number, size, address, size),
+        *[address] * 6,
+        *(number, size, address, address, address),
+    ]
+    library.lawa_windows.restype = None
     return library
 
 
@@ -72,10 +76,10 @@ class CompiledPieces(Pieces):
         super().__init__(length)
         self._library = _library()
         self._sum: Doubles = np.empty(self.length)
-        self._scratch: Doubles = np.empty(0)
         self._out = np.empty(self.length * 8, np.uint8)
         self._count = 0
-        self._prefixes: Doubles = np.empty((0, self.length))
+        self._rows: Doubles = np.empty(0)  # sums of a block, one for every checkpoint
+        self._many = np.empty(0, np.uint8)  # results of all windows
 
     def decode(self, raw: Bytes, code: str, out: Doubles) -> Doubles:
         """Values as float64 into `out`, in their order."""
@@ -127,40 +131,48 @@ class CompiledPieces(Pieces):
         exact: the processor notes when one was not. Then order and route do not matter, and the
         result is the one of the definition. Otherwise the window is added up by itself.
         """
-        code, raws = real(source), list(pieces)
-        prefixes = self._prefix_sums(raws, code)
-        for positions, weights in windows:
-            start = prefixes[positions[0] - 1] if positions[0] else None
-            exact = weights.uniform and prefixes[positions[-1]] is not None
-            if not (exact and self._subtract(prefixes[positions[-1]], start, positions[0] == 0)):
-                self._add_up([raws[at] for at in positions], weights, code)
-            yield self._finish(weights.divisor, real(target))
+        code, final = real(source), real(target)
+        width, target_width = DTYPES[code].itemsize, DTYPES[final].itemsize
+        raws = [raw if _at(raw) % width == 0 else raw.copy() for raw in pieces]
+        count, num = len(raws[0]) // width, len(windows)
+        # A float8 is looked up at the end, from the float64 mean.
+        kind = _KINDS.get(final, _KINDS["F64"])
+        wide = target_width if final in _KINDS else 8
+        outs = self._room(num * count * wide).reshape(num, count * wide)
+        places, weights = _weights_of(windows)
+        divisors = np.array([w.divisor for _, w in windows])
+        flags = np.zeros(num, np.int32)
+        firsts = np.array([at[0] for at, _ in windows], np.int64)
+        lasts = np.array([at[-1] for at, _ in windows], np.int64)
+        factors = np.array([exact_factor(w.divisor) for _, w in windows])
+        if len(self._rows) < len(raws) * _BLOCK:
+            self._rows = np.empty(len(raws) * _BLOCK)
+        self._library.lawa_windows(
+            (ctypes.c_void_p * len(raws))(*map(_at, raws)),
+            *(len(raws), count, _kind(code)[0], width, _kind(code)[1], num),
+            *map(_at, (firsts, lasts, places, weights, divisors, factors)),
+            *(kind, wide, (ctypes.c_void_p * num)(*map(_at, outs)), _at(self._rows), _at(flags)),
+        )
+        for out, flag in zip(outs, flags, strict=True):
+            self.finite = not flag & _NOT_FINITE
+            if final in _KINDS:
+                yield out
+            else:
+                yield float8_codes(final)[float8_keys(out.view(np.float64))]
 
-    def _prefix_sums(self, raws: list[Bytes], code: str) -> list[int | None]:
-        """Addresses of the sums of the first 1, 2, ... pieces; None from the first inexact on."""
-        if len(self._prefixes) < len(raws):
-            self._prefixes = np.empty((len(raws), self.length))
-            self._scratch = np.empty(self.length)
-        count, before, found = len(raws[0]) // DTYPES[code].itemsize, None, []
-        self._count, clean = count, True
-        for i, raw in enumerate(raws):
-            here = _at(self._prefixes[i])
-            clean = clean and not self._library.lawa_prefix(
-                here, before, _at(self._align(raw, code)), count, *_kind(code), _at(self._scratch)
-            )
-            before = here
-            found.append(here if clean else None)
-        return found
+    def _room(self, num_bytes: int) -> Bytes:
+        if len(self._many) < num_bytes:
+            self._many = np.empty(num_bytes, np.uint8)
+        return self._many[:num_bytes]
 
-    def _subtract(self, end: int | None, start: int | None, from_first: bool) -> bool:
-        if end is None or (start is None and not from_first):
-            return False
-        return not self._library.lawa_window(_at(self._sum), end, start, self._count)
 
-    def _add_up(self, raws: list[Bytes], weights: Weights, code: str) -> None:
-        used = [(r, w) for r, w in zip(raws, weights.numerators, strict=True) if w != 0.0]
-        for i, (raw, weight) in enumerate(used):
-            self._add(self._align(raw, code), code, weight, i == 0)
+def _weights_of(windows: Windows) -> tuple["np.ndarray[Any, Any]", Doubles]:
+    """All weights end to end, and where those of each window begin; -1 where all are 1."""
+    places, weights = [], [0.0]
+    for _, each in windows:
+        places.append(-1 if each.uniform else len(weights))
+        weights += () if each.uniform else each.numerators
+    return np.array(places, np.int64), np.array(weights)
 
 
 def _at(array: np.ndarray[Any, Any]) -> int:

@@ -18,7 +18,7 @@ from torch_lawa.checkpoints.discovery import Found, discover, select
 from torch_lawa.checkpoints.opening import open_checkpoint
 from torch_lawa.checkpoints.places import LocalPlace, Place, parse_place
 from torch_lawa.core.coefficients import Coefficients, parse_coefficients
-from torch_lawa.core.pieces import make_pieces
+from torch_lawa.core.pieces import PIECE, make_pieces
 from torch_lawa.core.records import MetricsWriter, Row, read_metrics
 from torch_lawa.core.units import format_bytes
 from torch_lawa.errors import ConfigError
@@ -42,8 +42,8 @@ __all__ = ["Evaluator", "SweepPlan", "Window", "plan_sweep", "run_sweep"]
 
 Evaluator = Callable[["dict[str, Tensor]"], Mapping[str, Any]]
 
-# Decoded pieces of all checkpoints must stay in the cache together.
-_PIECE = 1 << 14
+# Bytes of the results of all windows that are in memory at a time, for each thread.
+_RESULTS = 1 << 22
 _SHARE_OF_DISK = 0.5
 
 
@@ -248,9 +248,11 @@ def _make(
         ranges = [range(w.positions[0] - span[0], w.end - span[0] + 1) for w in batch]
         windows = [(at, p.weights) for at, p in zip(ranges, plans, strict=True)]
         tensors = plans[0].output.shards[0].tensors
+        widest = max((value_width(t.target.dtype) for t in tensors), default=8)
+        length = min(PIECE // 2, max(1 << 12, _RESULTS // (len(batch) * widest)))
 
         def work(todo: Iterator[tuple[PlannedTensor, int, int]]) -> None:
-            pieces = make_pieces(_PIECE)
+            pieces = make_pieces(length)
             for tensor, first, last in todo:
                 code, target = tensor.source.dtype, tensor.target.dtype
                 begin, end = first * value_width(code), last * value_width(code)
@@ -265,7 +267,7 @@ def _make(
                 for sink, made in zip(sinks, means, strict=True):
                     sink.write(tensor.name, first * value_width(target), made)
 
-        in_threads(threads or default_threads(opened), pieces_of(tensors, _PIECE), work, meter)
+        in_threads(threads or default_threads(opened), pieces_of(tensors, length), work, meter)
     return plans[0].aliases
 
 
