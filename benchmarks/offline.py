@@ -76,6 +76,14 @@ def written(variant: str, output: Path) -> Path:
     return output.with_suffix("") / "model.safetensors" if variant == "mergekit" else output
 
 
+def version(package: str) -> str | None:
+    """What is installed; None where it is not, or is run from its source."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def exists(verb: str) -> bool:
     """Whether our command line has this verb."""
     command = [sys.executable, "-m", "torch_lawa", verb, "--help"]
@@ -182,7 +190,7 @@ def run(options: argparse.Namespace, data: Path) -> None:
     generate(data, config, nums)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is to be looked up
     log = Log(options.out)
-    log.add(kind="versions", **{name: metadata.version(name) for name in PACKAGES})
+    log.add(kind="versions", **{name: version(name) for name in PACKAGES})
     log.add(kind="data", **config, bytes={d: size(config, d) for d in DTYPES}, folder=str(data))
     everything = [path for group in files.values() for path in group]
     for part in parts:
