@@ -10,7 +10,10 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__)
+#if defined(__x86_64__) && defined(__linux__) && !defined(__clang__) && __GNUC__ >= 12
+#define CLONES \
+  __attribute__((noinline, target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#elif defined(__x86_64__) && defined(__linux__)
 #define CLONES __attribute__((noinline, target_clones("avx512f", "avx2", "default")))
 #else
 #define CLONES __attribute__((noinline))
@@ -148,12 +151,6 @@ CLONES static int not_finite(const double *restrict x, size_t n) {
   return found != 0;
 }
 
-CLONES static int negative_zero(const double *restrict x, size_t n) {
-  uint64_t found = 0;
-  for (size_t i = 0; i < n; i++) found |= double_bits(x[i]) == 0x8000000000000000u;
-  return found != 0;
-}
-
 CLONES static void to_f32(float *restrict out, const double *restrict x, size_t n) {
   for (size_t i = 0; i < n; i++) out[i] = (float)x[i];
 }
@@ -260,53 +257,59 @@ int lawa_mean(const void *const *raws, const double *weights, size_t k, size_t n
   return flags;
 }
 
-CLONES static void sum_of(double *restrict out, const double *restrict a, const double *restrict b,
-                          size_t n) {
-  for (size_t i = 0; i < n; i++) out[i] = a[i] + b[i];
-}
-
 CLONES static void difference(double *restrict out, const double *restrict a,
                               const double *restrict b, size_t n) {
   for (size_t i = 0; i < n; i++) out[i] = a[i] - b[i];
 }
 
-/* The sums of the first 1, 2, ... inputs of a block, a row each, as long as each was exact and so
- * does not depend on its order; returns how many. NaN, Inf and -0.0 end it, too. */
-static size_t prefix_sums(double *rows, const void *const *raws, size_t num, size_t offset,
-                          size_t count, int kind, const double *table) {
-  double values[BLOCK];
+CLONES static int has_zero(const double *restrict x, size_t n) {
+  uint64_t found = 0;
+  for (size_t i = 0; i < n; i++) found |= x[i] == 0.0;
+  return found != 0;
+}
+
+/* The sums of the first inputs of a block, those that have a slot into its row. Returns whether each
+ * addition was exact and all values finite (else the last sum is not): then sums do not depend on
+ * their order, nor do differences that are exact, but for the sign of a zero. */
+static int prefix_sums(double *rows, const int64_t *slots, const void *const *raws, size_t num,
+                       size_t offset, size_t count, int kind, const double *table) {
+  double sum[BLOCK];
+  feclearexcept(FE_INEXACT);
   for (size_t i = 0; i < num; i++) {
-    double *row = rows + i * BLOCK, *into = i ? values : row;
-    lawa_add(into, (const char *)raws[i] + offset, count, kind, table, 1.0, 1);
-    if (negative_zero(into, count) || not_finite(into, count)) return i;
-    if (!i) continue;
-    feclearexcept(FE_INEXACT);
-    sum_of(row, row - BLOCK, values, count);
-    if (fetestexcept(FE_INEXACT)) return i;
+    const char *x = (const char *)raws[i] + offset;
+    if (i + 1 < num && slots[i] < 0) {
+      add_two(sum, x, (const char *)raws[i + 1] + offset, count, kind, table, i == 0);
+      i++;
+    } else {
+      lawa_add(sum, x, count, kind, table, 1.0, i == 0);
+    }
+    if (slots[i] >= 0) memcpy(rows + slots[i] * BLOCK, sum, count * sizeof *sum);
   }
-  return num;
+  return !fetestexcept(FE_INEXACT) && !not_finite(sum, count);
 }
 
 /* Means of many windows over the same inputs. Window w has inputs firsts[w] to lasts[w]; its weights
- * begin at weights + places[w], or are all 1 where places[w] is negative. rows is scratch of
- * num * BLOCK values. flags has a word for every window. */
+ * begin at weights + places[w], or are all 1 where places[w] is negative. slots has the row of each
+ * input up to which a sum is wanted, or -1; rows is scratch for them, BLOCK values each. flags has a
+ * word for every window. */
 void lawa_windows(const void *const *raws, size_t num, size_t n, int kind, size_t width,
                   const double *table, size_t num_windows, const int64_t *firsts,
                   const int64_t *lasts, const int64_t *places, const double *weights,
-                  const double *divisors, const double *exact_factors, int target,
-                  size_t target_width, void *const *outs, double *rows, int *flags) {
+                  const double *divisors, const double *exact_factors, const int64_t *slots,
+                  int target, size_t target_width, void *const *outs, double *rows, int *flags) {
   double sum[BLOCK];
   for (size_t start = 0; start < n; start += BLOCK) {
     size_t count = n - start < BLOCK ? n - start : BLOCK, offset = start * width;
-    size_t clean = prefix_sums(rows, raws, num, offset, count, kind, table);
+    int clean = prefix_sums(rows, slots, raws, num, offset, count, kind, table);
     for (size_t w = 0; w < num_windows; w++) {
       size_t first = (size_t)firsts[w], last = (size_t)lasts[w];
       int done = 0;
-      if (places[w] < 0 && last < clean) {
+      if (places[w] < 0 && clean) {
+        const double *end = rows + slots[last] * BLOCK;
         feclearexcept(FE_INEXACT);
-        if (first) difference(sum, rows + last * BLOCK, rows + (first - 1) * BLOCK, count);
-        else memcpy(sum, rows + last * BLOCK, count * sizeof *sum);
-        done = !fetestexcept(FE_INEXACT);
+        if (first) difference(sum, end, rows + slots[first - 1] * BLOCK, count);
+        else memcpy(sum, end, count * sizeof *sum);
+        done = !fetestexcept(FE_INEXACT) && !has_zero(sum, count);
       }
       for (size_t i = first, begun = 0; !done && i <= last; i++) {
         double weight = places[w] < 0 ? 1.0 : weights[places[w] + (int64_t)(i - first)];

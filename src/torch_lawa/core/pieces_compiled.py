@@ -57,7 +57,7 @@ def _library() -> Any:
     ]
     library.lawa_windows.argtypes = [
         *(address, size, size, number, size, address, size),
-        *[address] * 6,
+        *[address] * 7,
         *(number, size, address, address, address),
     ]
     library.lawa_windows.restype = None
@@ -145,12 +145,13 @@ class CompiledPieces(Pieces):
         firsts = np.array([at[0] for at, _ in windows], np.int64)
         lasts = np.array([at[-1] for at, _ in windows], np.int64)
         factors = np.array([exact_factor(w.divisor) for _, w in windows])
+        slots = _slots_of(windows, len(raws))
         if len(self._rows) < len(raws) * _BLOCK:
             self._rows = np.empty(len(raws) * _BLOCK)
         self._library.lawa_windows(
             (ctypes.c_void_p * len(raws))(*map(_at, raws)),
             *(len(raws), count, _kind(code)[0], width, _kind(code)[1], num),
-            *map(_at, (firsts, lasts, places, weights, divisors, factors)),
+            *map(_at, (firsts, lasts, places, weights, divisors, factors, slots)),
             *(kind, wide, (ctypes.c_void_p * num)(*map(_at, outs)), _at(self._rows), _at(flags)),
         )
         for out, flag in zip(outs, flags, strict=True):
@@ -164,6 +165,15 @@ class CompiledPieces(Pieces):
         if len(self._many) < num_bytes:
             self._many = np.empty(num_bytes, np.uint8)
         return self._many[:num_bytes]
+
+
+def _slots_of(windows: Windows, num: int) -> "np.ndarray[Any, Any]":
+    """A row for each checkpoint up to which a sum is needed; -1 for the others."""
+    uniform = [at for at, each in windows if each.uniform]
+    wanted = {at[-1] for at in uniform} | {at[0] - 1 for at in uniform if at[0]}
+    slots = np.full(num, -1, np.int64)
+    slots[sorted(wanted)] = np.arange(len(wanted))
+    return slots
 
 
 def _weights_of(windows: Windows) -> tuple["np.ndarray[Any, Any]", Doubles]:
