@@ -93,7 +93,7 @@ def save_distributed(model: nn.Module, run: Path, step: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         writer = dcp.FileSystemWriter(run / f"step-{step}")
-        dcp.save({"model": untied(model)}, storage_writer=writer, no_dist=True)
+        dcp.save({"model": untied(model)}, storage_writer=writer)
 
 
 FORMATS: dict[str, Callable[[nn.Module, Path, int], None]] = {
@@ -215,7 +215,7 @@ def test_a_distributed_folder_in_gives_one_out(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         average_checkpoints(plan_average(run, tmp_path / "mean", last=2))
         state = {"model": {name: torch.zeros_like(t) for name, t in untied(model).items()}}
-        dcp.load(state, checkpoint_id=tmp_path / "mean", no_dist=True)
+        dcp.load(state, checkpoint_id=tmp_path / "mean")
     expected = averager.average()
     del expected["head.weight"]
     assert_equal(state["model"], expected)

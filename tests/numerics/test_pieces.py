@@ -199,7 +199,7 @@ def test_windows_of_ordinary_weights_and_of_spoilt_ones(
     steps = torch.randn(num, n, generator=generator, dtype=torch.float64)
     tensors = list((steps.cumsum(0) * 0.01).to(dtype_of(source)))
     if spoilt is not None:
-        tensors[seed % num][seed % n] = spoilt
+        tensors[seed % num][seed % n] = torch.tensor(spoilt).to(dtype_of(source))
         if spoilt == 0.0:
             for tensor in tensors:
                 tensor[3] = -0.0

@@ -52,6 +52,7 @@ def save_distributed(
     with warnings.catch_warnings():
         # That there is one process only is what we want, and `no_dist` is not known everywhere.
         warnings.filterwarnings("ignore", message=".*torch.distributed is.*")
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # theirs, in 2.6
         save(state, storage_writer=FileSystemWriter(folder))
     (folder / "lawa.json").write_text(json.dumps(dict(metadata), indent=2) + "\n")
     for path in folder.iterdir():

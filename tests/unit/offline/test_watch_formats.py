@@ -83,7 +83,7 @@ def test_pytorch_files(trainer: Trainer, tmp_path: Path) -> None:
         assert torch.equal(found[name], torch.from_numpy(value))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is deprecated")
 def test_distributed_folders_count_when_their_metadata_is_there(
     trainer: Trainer, tmp_path: Path
 ) -> None:
@@ -94,7 +94,7 @@ def test_distributed_folders_count_when_their_metadata_is_there(
     with Watch(trainer.folder, out, k=1) as watch:
         state = {name: torch.from_numpy(w) for name, w in trainer.draw(10).items()}
         folder = trainer.folder / "step-10"
-        save_distributed(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+        save_distributed(state, storage_writer=FileSystemWriter(folder))
         hidden = (folder / ".metadata").rename(tmp_path / "metadata")
         watch.settle()
         assert watch.steps == []
