@@ -20,6 +20,7 @@ __all__ = [
     "Exponential",
     "Uniform",
     "Weights",
+    "name_coefficients",
     "parse_coefficients",
 ]
 
@@ -162,6 +163,24 @@ class Decay:
 
 def _curve(curve: Curve, t: float) -> float:
     return 1.0 - math.sqrt(t) if curve == "1-sqrt" else (1.0 + math.cos(math.pi * t)) / 2.0
+
+
+def name_coefficients(rule: Coefficients) -> str:
+    """A rule as it would be typed; a class of someone else's by its own representation.
+
+    >>> name_coefficients(Explicit([1, 3])), name_coefficients(Exponential(0.5))
+    ('explicit:1,3', 'exponential:0.5')
+    """
+    match rule:
+        case Uniform():
+            return "uniform"
+        case Exponential(alpha):
+            return f"exponential:{alpha:g}"
+        case Decay(curve):
+            return f"decay:{curve}"
+        case Explicit(values):
+            return "explicit:" + ",".join(f"{value:g}" for value in values)
+    return repr(rule)
 
 
 def parse_coefficients(text: str) -> Coefficients:

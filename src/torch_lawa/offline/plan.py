@@ -16,6 +16,7 @@ from torch_lawa.core.coefficients import (
     Explicit,
     Uniform,
     Weights,
+    name_coefficients,
     parse_coefficients,
 )
 from torch_lawa.core.dtypes import parse_dtype
@@ -170,7 +171,7 @@ def plan_average(
         chosen.found,
         parse_place(output),
         rule=rule,
-        name=coefficients if isinstance(coefficients, str) and weights is None else repr(rule),
+        name=name_coefficients(rule),
         notes=chosen.notes,
         dtype=None if dtype is None else parse_dtype(dtype),
         include=include,

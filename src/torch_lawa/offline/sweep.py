@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch_lawa.checkpoints.discovery import Found, discover, select
 from torch_lawa.checkpoints.opening import open_checkpoint
 from torch_lawa.checkpoints.places import LocalPlace, Place, parse_place
-from torch_lawa.core.coefficients import Coefficients, parse_coefficients
+from torch_lawa.core.coefficients import Coefficients, name_coefficients, parse_coefficients
 from torch_lawa.core.pieces import PIECE, make_pieces
 from torch_lawa.core.records import MetricsWriter, Row, read_metrics
 from torch_lawa.core.units import format_bytes
@@ -139,7 +139,7 @@ def plan_sweep(
         )
     newest = found[windows[-1].end]
     probe = plan_found([newest], LocalPlace("sweep.safetensors"), key=key, rule=rule, name="")
-    name = coefficients if isinstance(coefficients, str) else repr(rule)
+    name = name_coefficients(rule)
     return SweepPlan(tuple(found), windows, name, rule, probe.bytes_written, chosen.notes, key)
 
 

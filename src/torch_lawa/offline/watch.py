@@ -15,7 +15,7 @@ from typing import Any
 from torch_lawa.checkpoints.discovery import Discovery, select
 from torch_lawa.checkpoints.files import clear_stale, publish, remove
 from torch_lawa.checkpoints.places import LocalPlace
-from torch_lawa.core.coefficients import Coefficients, parse_coefficients
+from torch_lawa.core.coefficients import Coefficients, name_coefficients, parse_coefficients
 from torch_lawa.core.dtypes import parse_dtype
 from torch_lawa.errors import ConfigError, FormatError, LawaError, OutputError
 from torch_lawa.offline.average import Result, average_checkpoints
@@ -132,7 +132,7 @@ class Watcher:
         rule.weights(k)  # a list of weights must fit k
         self._how: dict[str, Any] = {
             "rule": rule,
-            "name": coefficients if isinstance(coefficients, str) else repr(rule),
+            "name": name_coefficients(rule),
             "dtype": None if dtype is None else parse_dtype(dtype),
             "include": tuple(include),
             "exclude": tuple(exclude),

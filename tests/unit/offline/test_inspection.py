@@ -119,7 +119,7 @@ def test_how_it_was_averaged(tmp_path: Path, name: str, monkeypatch: pytest.Monk
     lines = str(found).splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("  Averaged"))
     assert "2023-11-14T22:13:20+00:00" in lines[at]
-    assert "2 checkpoints, Explicit" in lines[at + 1]
+    assert "2 checkpoints, explicit:1,3:" in lines[at + 1]
     assert lines[at + 2].split() == ["step", "10", "weight", "0.25",
                                      str(tmp_path / "step_10.safetensors")]  # fmt: skip
     assert found.to_json()["provenance"] == found.provenance
