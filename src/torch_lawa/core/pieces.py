@@ -69,10 +69,6 @@ class Pieces(ABC):
         """
 
     @abstractmethod
-    def decode(self, raw: Bytes, code: str, out: Doubles) -> Doubles:
-        """Values as float64 into `out`; in an order of its own for some dtypes."""
-
-    @abstractmethod
     def _add(self, raw: Bytes, code: str, weight: float, first: bool) -> None:
         """Begin the sum, or add to it."""
 

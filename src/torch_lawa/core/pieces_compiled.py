@@ -81,12 +81,6 @@ class CompiledPieces(Pieces):
         self._rows: Doubles = np.empty(0)  # sums of a block, one for every checkpoint
         self._many = np.empty(0, np.uint8)  # results of all windows
 
-    def decode(self, raw: Bytes, code: str, out: Doubles) -> Doubles:
-        """Values as float64 into `out`, in their order."""
-        raw, out = self._align(raw, code), out[: len(raw) // DTYPES[code].itemsize]
-        self._library.lawa_add(_at(out), _at(raw), len(out), *_kind(code), 1.0, 1)
-        return out
-
     def mean(self, pieces: Iterable[Bytes], weights: Weights, source: str, target: str) -> Bytes:
         """The mean of a piece; where all are at hand, in blocks that stay in the first cache."""
         code, kind = real(source), _KINDS.get(real(target))

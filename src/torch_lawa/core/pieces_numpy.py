@@ -36,7 +36,7 @@ class NumpyPieces(Pieces):
 
     def _add(self, raw: Bytes, code: str, weight: float, first: bool) -> None:
         with np.errstate(all="ignore"):  # NaN and Inf are values like others here
-            term = self.decode(raw, code, self._sum if first else self._term)
+            term = self._decode(raw, code, self._sum if first else self._term)
             if weight != 1.0:
                 np.multiply(term, weight, out=term)
             if first:
@@ -64,7 +64,7 @@ class NumpyPieces(Pieces):
             if i == len(self._rows):
                 self._rows.append(np.empty(self.length))
             with np.errstate(all="ignore"):
-                used.append(self.decode(self._align(raw, code), code, self._rows[i]))
+                used.append(self._decode(self._align(raw, code), code, self._rows[i]))
             self._count, self._source = len(raw) // DTYPES[code].itemsize, code
         for positions, weights in windows:
             with np.errstate(all="ignore"):
@@ -84,7 +84,7 @@ class NumpyPieces(Pieces):
                 np.add(self._total, row, out=self._total)
             first = False
 
-    def decode(self, raw: Bytes, code: str, out: Doubles) -> Doubles:
+    def _decode(self, raw: Bytes, code: str, out: Doubles) -> Doubles:
         """Values as float64 into `out`, bfloat16 in planes."""
         if code in _SIMPLE:
             values = raw.view(_SIMPLE[code])
@@ -108,7 +108,7 @@ class NumpyPieces(Pieces):
         return out
 
     def _encode(self, values: Doubles, target: str) -> Bytes:
-        """The values, in the order of `decode`, as bytes of `target`."""
+        """The values, in the order of `_decode`, as bytes of `target`."""
         count, planes = self._count, self._source == "BF16"
         if target == "BF16":
             return self._to_bfloat16(values, planes=planes)
