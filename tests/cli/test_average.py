@@ -149,6 +149,37 @@ def test_a_sweep_evaluates_every_window(run: Path, lawa: Lawa) -> None:
     assert len(read_metrics(Path("metrics.jsonl"))) == len(rows)
 
 
+def test_other_coefficients_are_other_rows(run: Path, lawa: Lawa) -> None:
+    Path("my_evaluator.py").write_text(EVALUATOR)
+    words = ("sweep", "run", "--k", "2", "--evaluator", "my_evaluator:evaluate")
+    assert len(lawa(*words)[1].splitlines()) == 5 + 4
+    assert len(lawa(*words, "--coefficients", "exponential:0.5")[1].splitlines()) == 4  # no raw
+    assert lawa(*words, "--coefficients", "exponential:0.5")[1] == ""
+
+
+def test_a_sweep_reads_what_its_windows_need(run: Path, lawa: Lawa) -> None:
+    """Step 300 belongs to no window, and is not even opened; two that do not fit are refused."""
+    (run / "step_300.safetensors").write_bytes(b"broken")
+    code, _, complained = lawa("sweep", "run", "--k", "2", "--at", "200,500", "-o", "s")
+    assert code == 0, complained
+    assert torch.equal(load_file("s/step-500-k-2.safetensors")["w"], mean(run, [400, 500]))
+    assert torch.equal(load_file("s/step-200-k-2.safetensors")["w"], mean(run, [100, 200]))
+    for step in (100, 200):
+        save_file({"v": torch.ones(1)}, run / f"step_{step}.safetensors")
+    code, _, complained = lawa("sweep", "run", "--k", "2", "--at", "200,500", "-o", "t")
+    assert code == 1
+    assert "step_100.safetensors" in complained
+    assert "is missing" in complained
+
+
+def test_what_is_evaluated_must_lie_here(run: Path, lawa: Lawa) -> None:
+    Path("my_evaluator.py").write_text(EVALUATOR)
+    words = ("--k", "2", "--evaluator", "my_evaluator:evaluate", "-o", "memory://out")
+    code, _, complained = lawa("sweep", "run", *words)
+    assert code == 1
+    assert "must lie here" in complained
+
+
 def test_a_sweep_writes_every_window(run: Path, lawa: Lawa) -> None:
     code, _, complained = lawa("sweep", "run", "--k", "2,3", "--at", "300,500", "-o", "s")
     assert code == 0, complained

@@ -154,7 +154,7 @@ def _load(name: str) -> Callable[[Any], Mapping[str, Any]]:
 def _say(row: Row) -> None:
     where = f"step {row['step']}" if "step" in row else f"epoch {row['epoch']}"
     who = "raw" if row["k"] is None else f"k = {row['k']}"
-    known = {"step", "epoch", "weights", "k", "batch_norm", "evaluate_seconds"}
+    known = {"step", "epoch", "coefficients", "weights", "k", "batch_norm", "evaluate_seconds"}
     values = (
         f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in row.items()

@@ -31,7 +31,7 @@ from torch_lawa.offline.engine import (
     read_piece,
     value_width,
 )
-from torch_lawa.offline.matching import PlannedTensor
+from torch_lawa.offline.matching import PlannedTensor, match_tensors
 from torch_lawa.offline.plan import Input, plan_found, plan_opened
 from torch_lawa.offline.writing import writing
 
@@ -45,6 +45,7 @@ Evaluator = Callable[["dict[str, Tensor]"], Mapping[str, Any]]
 # Bytes of the results of all windows that are in memory at a time, for each thread.
 _RESULTS = 1 << 22
 _SHARE_OF_DISK = 0.5
+_OPEN_FILES = 256  # a system may allow a process no more than a thousand
 
 
 @dataclass(frozen=True)
@@ -161,9 +162,15 @@ def run_sweep(
     """
     if evaluator is None and output is None:
         raise ConfigError("a sweep needs an evaluator, an output folder, or both.")
+    if evaluator is not None and output is not None and not parse_place(output).local:
+        raise ConfigError(
+            f"{output}: results that are evaluated must lie here; write them to a path, or sweep "
+            "once for the evaluator and once for the URL."
+        )
     meter = meter or Meter()
-    todo = _without_known(plan.windows, metrics)
+    todo = _without_known(plan, metrics)
     rows: list[Row] = []
+    facts = {**(labels or {}), "coefficients": plan.coefficients}
     with ExitStack() as stack:
         writer = stack.enter_context(MetricsWriter(metrics)) if metrics else None
         if output is None:
@@ -177,7 +184,7 @@ def run_sweep(
             places = {w: folder.child(f"{w.name}.safetensors") for w in batch}
             aliases = _make(plan, batch, places, threads, meter)
             for window in batch if evaluator else ():
-                row = _evaluate(evaluator, places[window], aliases, window, labels)  # type: ignore[arg-type]
+                row = _evaluate(evaluator, places[window], aliases, window, facts)  # type: ignore[arg-type]
                 rows.append(row)
                 if writer:
                     writer.write(row)
@@ -188,11 +195,18 @@ def run_sweep(
     return rows
 
 
-def _without_known(windows: Sequence[Window], metrics: Path | None) -> list[Window]:
+def _without_known(plan: SweepPlan, metrics: Path | None) -> list[Window]:
     if metrics is None or not metrics.exists():
-        return list(windows)
-    known = {(row.get("step"), row.get("epoch"), row.get("k")) for row in read_metrics(metrics)}
-    return [w for w in windows if (w.step, w.epoch, _k(w)) not in known]
+        return list(plan.windows)
+    known = set()
+    for row in read_metrics(metrics):
+        how = None if row.get("k") is None else row.get("coefficients")  # a raw one has none
+        known.add((row.get("step"), row.get("epoch"), row.get("k"), how))
+    return [
+        w
+        for w in plan.windows
+        if (w.step, w.epoch, _k(w), None if w.k == 1 else plan.coefficients) not in known
+    ]
 
 
 def _k(window: Window) -> int | None:
@@ -202,22 +216,23 @@ def _k(window: Window) -> int | None:
 def _batches(
     windows: Sequence[Window], plan: SweepPlan, folder: Place, *, keep: bool
 ) -> Iterator[list[Window]]:
-    """As many results at a time as the disk has room for; all of them where they are kept."""
-    limit = len(windows)
+    """As many results at a time as there is room for, on the disk and in open files."""
+    limit = _OPEN_FILES
     if not keep and isinstance(folder, LocalPlace):
         stat = os.statvfs(folder.path)
         room = stat.f_bavail * stat.f_frsize * _SHARE_OF_DISK
-        limit = max(1, int(room // max(1, plan.result_bytes)))
-    for start in range(0, len(windows), max(1, limit)):
+        limit = max(1, min(limit, int(room // max(1, plan.result_bytes))))
+    for start in range(0, len(windows), limit):
         yield list(windows[start : start + limit])
 
 
-def _span(batch: Sequence[Window]) -> range:
-    return range(min(w.positions[0] for w in batch), max(w.end for w in batch) + 1)
+def _needed(batch: Sequence[Window]) -> list[int]:
+    """Positions of the checkpoints that take part, each once."""
+    return sorted({at for window in batch for at in window.positions})
 
 
 def _bytes_read(batch: Sequence[Window], plan: SweepPlan) -> int:
-    return len(_span(batch)) * plan.result_bytes
+    return len(_needed(batch)) * plan.result_bytes
 
 
 def _make(
@@ -228,15 +243,18 @@ def _make(
     meter: Meter,
 ) -> Mapping[str, str]:
     """All results of a batch in one pass over the checkpoints that they need; their ties."""
-    span = _span(batch)
+    needed = _needed(batch)
+    index = {at: i for i, at in enumerate(needed)}
     with ExitStack() as stack:
         opened = [
-            stack.enter_context(open_checkpoint(plan.found[at].place, key=plan.key)) for at in span
+            stack.enter_context(open_checkpoint(plan.found[at].place, key=plan.key))
+            for at in needed
         ]
+        match_tensors(opened)  # all of them, also where no window has two of them
         plans = [
             plan_opened(
                 [plan.found[at] for at in w.positions],
-                [opened[at - span[0]] for at in w.positions],
+                [opened[index[at]] for at in w.positions],
                 places[w],
                 rule=plan.rule,
                 name=plan.coefficients,
@@ -245,7 +263,7 @@ def _make(
             for w in batch
         ]
         sinks = [stack.enter_context(writing(p.output, metadata_of(p), p.aliases)) for p in plans]
-        ranges = [range(w.positions[0] - span[0], w.end - span[0] + 1) for w in batch]
+        ranges = [range(index[w.positions[0]], index[w.end] + 1) for w in batch]
         windows = [(at, p.weights) for at, p in zip(ranges, plans, strict=True)]
         tensors = plans[0].output.shards[0].tensors
         widest = max((value_width(t.target.dtype) for t in tensors), default=8)
@@ -276,7 +294,7 @@ def _evaluate(
     place: Place,
     aliases: Mapping[str, str],
     window: Window,
-    labels: Mapping[str, Any] | None,
+    facts: Mapping[str, Any],
 ) -> Row:
     from torch_lawa.checkpoints.safetensors import read_header
     from torch_lawa.checkpoints.tensors import load_tensors
@@ -294,7 +312,7 @@ def _evaluate(
         )
     moment = {"step": window.step, "epoch": window.epoch}
     return {
-        **(labels or {}),
+        **facts,
         **{name: number for name, number in moment.items() if number is not None},
         "weights": "raw" if window.k == 1 else "averaged",
         "k": _k(window),
