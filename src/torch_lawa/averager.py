@@ -105,6 +105,11 @@ class LatestWeightAverager:
         return self._window.k
 
     @property
+    def coefficients(self) -> Coefficients:
+        """How much each snapshot counts where nothing else is asked for."""
+        return self._coefficients
+
+    @property
     def ready(self) -> bool:
         """Whether there is an average to read."""
         return len(self) >= (self.k if self._before_full == "wait" else 1)
@@ -179,22 +184,31 @@ class LatestWeightAverager:
         self,
         k: int | None = None,
         *,
+        coefficients: Coefficients | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> dict[str, Tensor]:
         """The mean of the window as a plain state dict: `model.load_state_dict(...)` takes it.
 
-        `k` averages only the k newest snapshots. Tensors have their own dtypes unless `dtype`
-        asks for another, lie where the snapshots do unless `device` does, and are yours.
+        `k` averages only the k newest snapshots, `coefficients` weighs them otherwise than the
+        averager would. Tensors have their own dtypes unless `dtype` asks for another, lie where
+        the snapshots do unless `device` does, and are yours.
         """
         n = self._window_size(k)
+        weights = (coefficients or self._coefficients).weights(n)
         with ordinary_mode():
             out = self._allocate(dtype, torch.device(device) if device is not None else None)
-            self._window.mean_into(out, n, self._coefficients.weights(n))
+            self._window.mean_into(out, n, weights)
         out.update({alias: out[name] for alias, name in self._window.ties.items() if name in out})
         return out
 
-    def swapped_into(self, model: nn.Module, k: int | None = None) -> AbstractContextManager[None]:
+    def swapped_into(
+        self,
+        model: nn.Module,
+        k: int | None = None,
+        *,
+        coefficients: Coefficients | None = None,
+    ) -> AbstractContextManager[None]:
         """Lend the mean to a model for a `with` block; its own values return, whatever happens.
 
         Values are copied into the model's own tensors, so optimizers, compiled graphs and CUDA
@@ -216,7 +230,7 @@ class LatestWeightAverager:
                 used[name] = tensor
         # Names that were tied when they were collected and are not in this model.
         untied = {a: name for a, name in self._window.ties.items() if a in live and name in used}
-        weights = self._coefficients.weights(n)
+        weights = (coefficients or self._coefficients).weights(n)
 
         def write() -> None:
             self._window.mean_into(used, n, weights)

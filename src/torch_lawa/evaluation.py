@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.batch_norm import recalibrate_batch_norm
+from torch_lawa.core.coefficients import Coefficients, name_coefficients
 from torch_lawa.core.records import MetricsWriter, Row
 from torch_lawa.errors import ConfigError
 from torch_lawa.swap import lend
@@ -34,7 +35,7 @@ def evaluate_side_by_side(
     *,
     metrics: MetricsWriter | None = None,
     labels: Mapping[str, Any] | None = None,
-    ks: Sequence[int] | None = None,
+    ks: Sequence[int | tuple[int, Coefficients]] | None = None,
     batch_norm: Sequence[BatchNormPolicy] | None = None,
     loader: Iterable[Any] | None = None,
     num_batches: int | None = None,
@@ -57,10 +58,11 @@ def evaluate_side_by_side(
     restored. While fewer than k snapshots were collected there is no row for that k, unless the
     averager was told to average what is there.
 
-    A row holds the `labels`, then `weights` ("raw" or "averaged"), `k`, `batch_norm`, the values
-    that `evaluate` returned, and seconds: `evaluate_seconds`; for an average also
-    `average_seconds` (the mean made, lent to the model and taken back), and `batch_norm_seconds`.
-    `batch_norm` is None for weights that were evaluated with the statistics they came with.
+    A row holds the `labels`, then `weights` ("raw" or "averaged"), `k`, `coefficients`,
+    `batch_norm`, the values that `evaluate` returned, and seconds: `evaluate_seconds`; for an
+    average also `average_seconds` (the mean made, lent to the model and taken back), and
+    `batch_norm_seconds`. `batch_norm` is None for weights that were evaluated with the statistics
+    they came with.
 
     Args:
         model: The model that is being trained.
@@ -70,7 +72,8 @@ def evaluate_side_by_side(
         labels: What every row says of this moment. Reports know `seed`, `epoch`, `step`, and the
             seconds since the run began: `train_seconds` (spent training) and `collect_seconds`
             (spent in `averager.collect`).
-        ks: Windows to evaluate, the averager's own by default.
+        ks: Windows to evaluate, the averager's own by default; a pair of k and coefficients
+            weighs that window otherwise than the averager would.
         batch_norm: BatchNorm statistics of an average: "re-estimated" from `loader`, "copied"
             from the newest snapshot, or both, a row each. By default re-estimated where a loader
             is given. A model without BatchNorm layers has one row for each k whatever is asked.
@@ -80,46 +83,64 @@ def evaluate_side_by_side(
             average is: the baseline that had the same treatment. It costs one more such pass.
     """
     policies = _policies(model, batch_norm, loader)
-    for k in ks or ():
-        if not 1 <= k <= averager.k:
-            raise ConfigError(f"ks={list(ks or ())}: the averager's window holds {averager.k}.")
+    averages = _averages(averager, ks)
     clock = _Clock(model)
     rows = []
 
-    def note(values: Mapping[str, float], **facts: Any) -> None:
+    def note(values: Mapping[str, float], seconds: Mapping[str, float], **facts: Any) -> None:
         row = {**(labels or {}), **facts, **{name: float(v) for name, v in values.items()}}
-        row.update({f"{act}_seconds": spent for act, spent in clock.take().items()})
+        row.update({f"{act}_seconds": spent for act, spent in seconds.items()})
         rows.append(row)
         if metrics is not None:
             metrics.write(row)
 
+    def measure(policy: BatchNormPolicy | None) -> Mapping[str, float]:
+        with clock("batch_norm"):
+            if policy == "re-estimated":
+                recalibrate_batch_norm(model, loader or (), num_batches)
+        with clock("evaluate"), _evaluating(model):
+            return evaluate(model)
+
+    raw = {"weights": "raw", "k": None, "coefficients": None}
     with clock("evaluate"), _evaluating(model):
         values = evaluate(model)
-    note(values, weights="raw", k=None, batch_norm=None)
+    note(values, clock.take(), **raw, batch_norm=None)
     if control and "re-estimated" in policies:
         with lend(model, (), lambda: None):  # the statistics return at the end
-            with clock("batch_norm"):
-                recalibrate_batch_norm(model, loader or (), num_batches)
-            with clock("evaluate"), _evaluating(model):
-                values = evaluate(model)
-        note(values, weights="raw", k=None, batch_norm="re-estimated")
-    for k in ks or (averager.k,):
+            values = measure("re-estimated")
+        note(values, clock.take(), **raw, batch_norm="re-estimated")
+    for k, rule in averages:
         num_averaged = min(k, len(averager))
         if num_averaged < k and not averager.ready:
             continue
+        measured = {}
+        with contextlib.ExitStack() as lent:
+            with clock("average"):
+                swap = averager.swapped_into(model, num_averaged, coefficients=rule)
+                lent.enter_context(swap)
+            spent = clock.take()
+            # One swap for both; statistics that are to be copied go first, while they are there.
+            for policy in sorted(policies, key=lambda policy: policy == "re-estimated"):
+                measured[policy] = measure(policy), clock.take()
+            with clock("average"):
+                lent.close()
+        spent["average"] += clock.take()["average"]
+        facts = {"weights": "averaged", "k": k, "coefficients": name_coefficients(rule)}
         for policy in policies:
-            with contextlib.ExitStack() as lent:
-                with clock("average"):
-                    lent.enter_context(averager.swapped_into(model, num_averaged))
-                with clock("batch_norm"):
-                    if policy == "re-estimated":
-                        recalibrate_batch_norm(model, loader or (), num_batches)
-                with clock("evaluate"), _evaluating(model):
-                    values = evaluate(model)
-                with clock("average"):
-                    lent.close()
-            note(values, weights="averaged", k=k, batch_norm=policy)
+            values, own = measured[policy]
+            note(values, {**spent, **own}, **facts, batch_norm=policy)
     return rows
+
+
+def _averages(
+    averager: LatestWeightAverager, asked: Sequence[int | tuple[int, Coefficients]] | None
+) -> list[tuple[int, Coefficients]]:
+    own = averager.coefficients
+    pairs = [pair if isinstance(pair, tuple) else (pair, own) for pair in asked or (averager.k,)]
+    for k, _ in pairs:
+        if not 1 <= k <= averager.k:
+            raise ConfigError(f"ks={list(asked or ())}: the averager's window holds {averager.k}.")
+    return pairs
 
 
 def _policies(

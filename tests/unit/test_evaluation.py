@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_lawa import LatestWeightAverager
+from torch_lawa import Explicit, LatestWeightAverager
 from torch_lawa.core.records import MetricsWriter, read_metrics
 from torch_lawa.errors import ConfigError
 from torch_lawa.evaluation import evaluate_side_by_side
@@ -52,6 +52,17 @@ def test_each_k_has_its_row_and_the_raw_weights_stay(model: nn.Linear) -> None:
         ("averaged", 3, 3.0),
     ]
     assert model.weight.item() == 6.0
+
+
+def test_a_window_may_be_weighed_otherwise(model: nn.Linear) -> None:
+    averager = collected(model, [1.0, 2.0, 6.0], k=3)
+    rows = evaluate_side_by_side(model, averager, weight, ks=[3, (2, Explicit([1, 3]))])
+    assert [(row["coefficients"], row["weight"]) for row in rows] == [
+        (None, 6.0),
+        ("uniform", 3.0),
+        ("explicit:1,3", 5.0),
+    ]
+    assert averager.average(2, coefficients=Explicit([1, 3]))["weight"].item() == 5.0
 
 
 def test_a_window_that_is_not_full_has_no_row_yet(model: nn.Linear) -> None:
@@ -191,7 +202,7 @@ def test_seconds_stand_in_the_row_that_cost_them() -> None:
             return iter([torch.randn(4, 1)])
 
     raw, control, averaged = evaluate_side_by_side(net, averager, slow, loader=Batches())
-    assert set(raw) == {"weights", "k", "batch_norm", "evaluate_seconds"}
+    assert set(raw) == {"weights", "k", "coefficients", "batch_norm", "evaluate_seconds"}
     assert raw["evaluate_seconds"] >= 0.4
     for row in (control, averaged):
         assert 0.05 <= row["evaluate_seconds"] < 0.4  # its own one, not the sum of all

@@ -33,7 +33,7 @@ class Place:
             return list(values)
         sums = torch.tensor(values, dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(sums)
-        return sums.tolist()  # type: ignore[no-any-return]
+        return sums.tolist()
 
 
 class Task(Protocol):
