@@ -6,6 +6,7 @@ All are `ValueError`s underneath. A message says what was wrong, where, and what
 __all__ = [
     "BatchNormError",
     "ConfigError",
+    "DataError",
     "FormatError",
     "LawaError",
     "LayoutError",
@@ -48,6 +49,10 @@ class StoreError(LawaError):
 
 class FormatError(LawaError):
     """A checkpoint or metrics file is not what it claims to be."""
+
+
+class DataError(LawaError):
+    """Training data that is missing or damaged."""
 
 
 class OutputError(LawaError):

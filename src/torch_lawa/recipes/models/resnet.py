@@ -1,7 +1,8 @@
 """ResNets written out (He et al., 2016): the CPU build of PyTorch has no torchvision.
 
 `stem="image"` is the 7x7 stem with max-pooling for 224-pixel images, `stem="small"` the 3x3 stem
-without it for 32-pixel ones. Parameter names follow torchvision's.
+without it for 32-pixel ones. `width` is the number of channels of the first stage; 64 gives the
+published nets. Parameter names follow torchvision's.
 """
 
 from typing import Literal
@@ -74,18 +75,19 @@ class ResNet(nn.Module):
         depths: tuple[int, int, int, int],
         num_classes: int,
         stem: Stem,
+        width: int,
     ) -> None:
         super().__init__()
         small = stem == "small"
-        self.conv1 = _conv(3, 64, 3) if small else _conv(3, 64, 7, 2)
-        self.bn1 = nn.BatchNorm2d(64)
+        self.conv1 = _conv(3, width, 3) if small else _conv(3, width, 7, 2)
+        self.bn1 = nn.BatchNorm2d(width)
         self.maxpool = nn.Identity() if small else nn.MaxPool2d(3, 2, 1)
-        channels, stages = 64, []
+        channels, stages = width, []
         for i, depth in enumerate(depths):
-            width, layers = 64 * 2**i, []
+            layers = []
             for j in range(depth):
-                layers.append(block(channels, width, 2 if i and not j else 1))
-                channels = width * block.expansion
+                layers.append(block(channels, width * 2**i, 2 if i and not j else 1))
+                channels = width * 2**i * block.expansion
             stages.append(nn.Sequential(*layers))
         self.layer1, self.layer2, self.layer3, self.layer4 = stages
         self.fc = nn.Linear(channels, num_classes)
@@ -101,11 +103,11 @@ class ResNet(nn.Module):
         return scores
 
 
-def resnet34(num_classes: int, *, stem: Stem = "image") -> ResNet:
+def resnet34(num_classes: int, *, stem: Stem = "image", width: int = 64) -> ResNet:
     """ResNet-34; 21,328,292 parameters with the small stem and 100 classes."""
-    return ResNet(_Basic, (3, 4, 6, 3), num_classes, stem)
+    return ResNet(_Basic, (3, 4, 6, 3), num_classes, stem, width)
 
 
-def resnet50(num_classes: int, *, stem: Stem = "image") -> ResNet:
+def resnet50(num_classes: int, *, stem: Stem = "image", width: int = 64) -> ResNet:
     """ResNet-50; 25,557,032 parameters with 1000 classes."""
-    return ResNet(_Bottleneck, (3, 4, 6, 3), num_classes, stem)
+    return ResNet(_Bottleneck, (3, 4, 6, 3), num_classes, stem, width)

@@ -1,0 +1,1 @@
+"""Data of the recipes: public layouts in, tensors out."""

@@ -1,0 +1,148 @@
+"""Images in memory: what they are, how a batch of them is augmented and normalised.
+
+They stay bytes until they are a batch: 50,000 images of 32x32 pixels are 150 MB, so the whole set
+lies on the device and no loader has to keep up with it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_lawa.errors import DataError
+
+__all__ = [
+    "Images",
+    "ImagesAndLabels",
+    "NormalizedBatches",
+    "augment",
+    "channel_statistics",
+    "normalize",
+    "smoke_images",
+]
+
+ImagesAndLabels = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Images:
+    """A set with its split: images as bytes (number, 3, height, width), labels from 0 on."""
+
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+    num_classes: int
+
+    def __post_init__(self) -> None:
+        for split in ("train", "test"):
+            images, labels = getattr(self, f"{split}_images"), getattr(self, f"{split}_labels")
+            if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
+                raise DataError(
+                    f"{split} images: {images.dtype} {tuple(images.shape)}, where bytes "
+                    "(number, 3, height, width) were expected"
+                )
+            if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
+                raise DataError(
+                    f"{split} labels: {labels.dtype} {tuple(labels.shape)}, where one int64 for "
+                    f"each of {len(images)} images was expected"
+                )
+            if not len(images):
+                raise DataError(f"{split} images: there are none")
+            low, high = int(labels.min()), int(labels.max())
+            if low < 0 or high >= self.num_classes:
+                raise DataError(
+                    f"{split} labels: from {low} to {high}, with {self.num_classes} classes"
+                )
+
+
+def augment(images: Tensor, padding: int, generator: torch.Generator) -> Tensor:
+    """Shift each image by up to `padding` pixels, black coming in, and flip half of them.
+
+    The generator is one of the images' device. Sizes stay; the result is channels-last.
+
+    >>> images = torch.arange(3 * 4 * 4, dtype=torch.uint8).reshape(1, 3, 4, 4).repeat(2, 1, 1, 1)
+    >>> augment(images, 1, torch.Generator().manual_seed(1))[:, 0, 0]
+    tensor([[2, 1, 0, 0],
+            [0, 7, 6, 5]], dtype=torch.uint8)
+    """
+    num, _, height, width = images.shape
+    device = images.device
+    down, right = torch.randint(2 * padding + 1, (2, num), generator=generator, device=device)
+    flipped = torch.randint(2, (num, 1), generator=generator, device=device).bool()
+    rows = down[:, None] + torch.arange(height, device=device)
+    columns = torch.arange(width, device=device).expand(num, width)
+    columns = right[:, None] + torch.where(flipped, width - 1 - columns, columns)
+    padded = F.pad(images, [padding] * 4).permute(0, 2, 3, 1)
+    each = torch.arange(num, device=device)[:, None, None]
+    # One gather for crop and flip; as (number, height, width, 3) it is channels-last already.
+    return padded[each, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+def channel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each channel of images in bytes, exact before the last rounding.
+
+    >>> channel_statistics(torch.tensor([0, 0, 4, 2, 8, 2], dtype=torch.uint8).view(2, 3, 1, 1))
+    (tensor([1., 4., 3.]), tensor([1., 4., 1.]))
+    """
+    counts = torch.zeros(3, 256, dtype=torch.int64, device=images.device)
+    for some in torch.split(images, 4096):  # a piece, not a whole channel, is laid out anew
+        for channel in range(3):
+            counts[channel] += torch.bincount(some[:, channel].reshape(-1), minlength=256)
+    shares = counts.double() / counts.sum(1, keepdim=True)
+    values = torch.arange(256, dtype=torch.float64, device=images.device)
+    mean = shares @ values
+    variance = (shares * (values - mean[:, None]) ** 2).sum(1)
+    deviation = variance.sqrt()
+    # A channel of one value only has nothing to be divided by.
+    return mean.float(), torch.where(deviation > 0, deviation, 1.0).float()
+
+
+def normalize(images: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+    """Bytes to float32 (value - mean) / deviation, by channel and in bytes' units; channels-last.
+
+    >>> images = torch.tensor([1, 2, 3], dtype=torch.uint8).view(1, 3, 1, 1)
+    >>> normalize(images, torch.tensor([1.0, 1.0, 1.0]), torch.tensor([1.0, 2.0, 4.0])).flatten()
+    tensor([0.0000, 0.5000, 0.5000])
+    """
+    floats = images.to(torch.float32, memory_format=torch.channels_last)
+    return floats.sub_(mean.view(1, 3, 1, 1)).div_(deviation.view(1, 3, 1, 1))
+
+
+class NormalizedBatches(Sequence[ImagesAndLabels]):
+    """Batches kept as bytes, a quarter of their size, and normalised each time they are read."""
+
+    def __init__(self, batches: Sequence[ImagesAndLabels], mean: Tensor, deviation: Tensor) -> None:
+        self._batches, self._mean, self._deviation = batches, mean, deviation
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        """One batch, or those of a slice."""
+        if isinstance(index, slice):
+            return NormalizedBatches(self._batches[index], self._mean, self._deviation)
+        images, labels = self._batches[index]
+        return normalize(images, self._mean, self._deviation), labels
+
+
+def smoke_images(
+    num_classes: int, size: int, num_train: int, num_test: int, *, seed: int
+) -> Images:
+    """Made-up images that can be learnt: a coarse pattern for each class, under noise.
+
+    >>> smoke_images(10, 32, 160, 64, seed=0).train_images.shape
+    torch.Size([160, 3, 32, 32])
+    """
+    generator = torch.Generator().manual_seed(seed)
+    coarse = 60.0 * torch.randn(num_classes, 3, 4, 4, generator=generator)
+    patterns = F.interpolate(coarse, size=(size, size), mode="bilinear")
+
+    def draw(num: int) -> ImagesAndLabels:
+        labels = torch.arange(num) % num_classes
+        noise = 40.0 * torch.randn(num, 3, size, size, generator=generator)
+        return (128.0 + patterns[labels] + noise).clamp(0, 255).to(torch.uint8), labels
+
+    return Images(*draw(num_train), *draw(num_test), num_classes=num_classes)
