@@ -40,6 +40,7 @@ class TrainConfig:
     about: ClassVar[str]
     # What `--smoke` changes: seconds on a CPU, with made-up data.
     smoke_values: ClassVar[dict[str, Any]]
+    num_threads: ClassVar[int | None] = None  # on a CPU; None: as many as PyTorch takes
 
     epochs: int = _(200, "Passes over the training data.")
     batch_size: int = _(256, "Examples in a step, over all processes.")
@@ -138,6 +139,8 @@ class DigitsConfig(TrainConfig):
     module: ClassVar[str] = "torch_lawa.recipes.digits"
     about: ClassVar[str] = "A small conv net on scikit-learn's digits, on a CPU in 15 s; no data."
     smoke_values: ClassVar[dict[str, Any]] = {"epochs": 4, "ks": (2,), "width": 4}
+    # More threads cost more than they bring at this size, and their number would change the bits.
+    num_threads: ClassVar[int | None] = 1
 
     epochs: int = _(50, "Passes over the training data.")
     batch_size: int = _(32, "Examples in a step, over all processes.")
@@ -247,7 +250,9 @@ class WikiTextConfig(TrainConfig):
     micro_batch_size: int | None = _(
         64, "Sequences that one process runs at a time; gradients are added up over a step."
     )
-    optimizer: Optimizer = _("adam", "")
+    optimizer: Optimizer = _(
+        "adamw", "The paper says Adam; fairseq's keeps weight decay apart, as AdamW does."
+    )
     learning_rate: float = _(5e-4, "The highest.")
     schedule: LearningRateSchedule = _(
         "linear", "How the learning rate falls after the warm-up: to 0, or not at all."

@@ -1,14 +1,14 @@
 """What a recipe brings to the loop: a model, batches, a loss, an evaluation."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Batch", "Place", "Task", "seeded"]
+__all__ = ["Batch", "MakeTask", "Place", "Task", "mixed_seed", "seeded"]
 
 # Examples first: every tensor of a batch has one row for each.
 Batch: TypeAlias = Sequence[Tensor]
@@ -18,7 +18,7 @@ Batch: TypeAlias = Sequence[Tensor]
 class Place:
     """Where one process trains: its device, and which of how many it is."""
 
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     rank: int = 0
     world_size: int = 1
 
@@ -80,6 +80,21 @@ class MakeTask(Protocol):
         ...
 
 
+def mixed_seed(*numbers: int) -> int:
+    """One seed that depends on all the numbers; neighbours share nothing.
+
+    >>> mixed_seed(1, 2) == mixed_seed(1, 2), mixed_seed(1, 2) == mixed_seed(2, 1)
+    (True, False)
+    """
+    mixed = 0x9E3779B97F4A7C15
+    for number in numbers:  # a splitmix64 round for each
+        mixed = (mixed ^ number) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+        mixed ^= mixed >> 31
+    return mixed & 0x7FFFFFFFFFFFFFFF
+
+
 def seeded(device: torch.device, *numbers: int) -> torch.Generator:
     """A generator that depends on all the numbers, such as a seed, an epoch and a rank.
 
@@ -87,10 +102,4 @@ def seeded(device: torch.device, *numbers: int) -> torch.Generator:
     >>> bool((a != b).all())
     True
     """
-    mixed = 0x9E3779B97F4A7C15
-    for number in numbers:  # a splitmix64 round for each, so that neighbours share nothing
-        mixed = (mixed ^ number) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
-        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-        mixed ^= mixed >> 31
-    return torch.Generator(device).manual_seed(mixed & 0x7FFFFFFFFFFFFFFF)
+    return torch.Generator(device).manual_seed(mixed_seed(*numbers))

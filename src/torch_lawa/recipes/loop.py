@@ -1,0 +1,132 @@
+"""The training loop of all recipes: train, take snapshots, evaluate raw and averaged weights.
+
+Everything random in a step follows from the seed and the step's number, and a checkpoint holds the
+rest: a run that was stopped goes on as if it had not been, bit for bit on the same machine.
+"""
+
+import contextlib
+import importlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch_lawa.core.records import MetricsWriter, Row
+from torch_lawa.recipes.machine import StopSignal, joined, repeatable
+from torch_lawa.recipes.run_folder import RunFolder, RunPlan
+from torch_lawa.recipes.task import Place, Task
+from torch_lawa.recipes.trainer import Trainer
+
+__all__ = ["Outcome", "Watcher", "make_task", "train"]
+
+
+class Watcher:
+    """What somebody may want to hear of a run; each method may be overridden."""
+
+    def on_begin(self, step: int, num_steps: int, num_batches: int) -> None:
+        """The data is loaded; the run begins, or goes on after `step` steps."""
+
+    def on_step(self, step: int) -> None:
+        """A step was handed to the device."""
+
+    def on_rows(self, rows: list[Row]) -> None:
+        """Raw and averaged weights were evaluated."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How far a run came."""
+
+    step: int
+    num_steps: int
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps were made."""
+        return self.step == self.num_steps
+
+
+def train(
+    plan: RunPlan,
+    folder: RunFolder,
+    place: Place,
+    *,
+    compile: bool | None = None,
+    save_trajectory: bool = False,
+    save_minutes: float = 10.0,
+    watcher: Watcher | None = None,
+) -> Outcome:
+    """Run a recipe in its folder; goes on where the folder's checkpoint ends.
+
+    Stopped by Ctrl-C or SIGTERM it saves a checkpoint and returns an `Outcome` that is not
+    finished; it also saves one every `save_minutes`.
+    """
+    config = plan.config
+    with joined(place), repeatable(config.num_threads), StopSignal() as stop:
+        task = make_task(plan, place)
+        run = Trainer(plan, task, place, compile=compile)
+        if (state := folder.load()) is not None:
+            run.load_state_dict(state)
+            if place.rank == 0:
+                folder.cut_metrics(run.step)
+                folder.cut_trajectory(run.step)
+        with contextlib.ExitStack() as stack:
+            writer = None
+            if place.rank == 0:
+                writer = stack.enter_context(MetricsWriter(folder.metrics))
+            return _loop(
+                run,
+                folder,
+                writer,
+                stop,
+                save_trajectory=save_trajectory,
+                save_seconds=60.0 * save_minutes,
+                watcher=watcher or Watcher(),
+            )
+
+
+def make_task(plan: RunPlan, place: Place) -> Task:
+    """The task of a plan's recipe, its data loaded."""
+    module = importlib.import_module(plan.config.module)
+    data = Path(plan.data) if plan.data is not None else None
+    task: Task = module.make_task(plan.config, data, seed=plan.seed, place=place, smoke=plan.smoke)
+    return task
+
+
+def _loop(
+    run: Trainer,
+    folder: RunFolder,
+    writer: MetricsWriter | None,
+    stop: StopSignal,
+    *,
+    save_trajectory: bool,
+    save_seconds: float,
+    watcher: Watcher,
+) -> Outcome:
+    watcher.on_begin(run.step, run.num_steps, run.task.num_batches)
+    saved_at = time.monotonic()
+    for batch in run.batches():
+        run.train_step(batch)
+        watcher.on_step(run.step)
+        if run.step % run.interval == 0:
+            run.collect()
+            if save_trajectory and writer is not None:
+                folder.save_snapshot(run.model.state_dict(), run.step, run.epoch)
+        if run.evaluation_due:
+            watcher.on_rows(run.evaluate(writer))
+        late = time.monotonic() - saved_at > save_seconds
+        stopped, due = run.agree(stop.pending, late)
+        if (stopped or due) and run.step < run.num_steps:
+            _save(run, folder)
+            saved_at = time.monotonic()
+        if stopped:
+            return Outcome(run.step, run.num_steps)
+    _save(run, folder)
+    if run.place.rank == 0:
+        run.save_averaged(folder.averaged)
+    return Outcome(run.step, run.num_steps)
+
+
+def _save(run: Trainer, folder: RunFolder) -> None:
+    state = run.state_dict()  # in every process: the loss is added up over them
+    if run.place.rank == 0:
+        folder.save(state)

@@ -1,0 +1,108 @@
+"""The machine a recipe runs on: devices and processes, bits that repeat, Ctrl-C."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+import torch
+
+from torch_lawa.errors import ConfigError, LawaError
+from torch_lawa.recipes.task import Place
+
+__all__ = ["StopSignal", "choose_place", "joined", "repeatable"]
+
+
+def choose_place(device: str | None = None) -> Place:
+    """This process's place: a GPU where there is one; under torchrun one of several processes."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(f"device={device!r}: use cpu, cuda or cuda:N.") from None
+    if chosen.type == "cuda":
+        if not torch.cuda.is_available():
+            raise LawaError(f"device={device!r}: PyTorch sees no CUDA device; use --device cpu.")
+        index = local_rank if chosen.index is None else chosen.index
+        if index >= torch.cuda.device_count():
+            raise LawaError(
+                f"device={device!r}: process {rank} wants GPU {index} and there are "
+                f"{torch.cuda.device_count()}. Start no more processes than GPUs."
+            )
+        chosen = torch.device("cuda", index)
+        torch.cuda.set_device(chosen)
+    elif chosen.type != "cpu":
+        raise ConfigError(f"device={device!r}: recipes run on cpu or cuda.")
+    return Place(chosen, rank, world_size)
+
+
+@contextlib.contextmanager
+def joined(place: Place) -> Iterator[None]:
+    """In touch with the other processes, where there are any."""
+    if place.world_size == 1:
+        yield
+        return
+    backend = "nccl" if place.device.type == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def repeatable(num_threads: int | None) -> Iterator[None]:
+    """Algorithms that give the same bits each time; settings and generators return at the end."""
+    settings = (
+        torch.backends.cudnn.deterministic,
+        torch.backends.cudnn.benchmark,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        torch.get_num_threads(),
+    )
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = settings[:2]
+        torch.use_deterministic_algorithms(settings[2], warn_only=settings[3])
+        torch.utils.deterministic.fill_uninitialized_memory = settings[4]  # type: ignore[attr-defined]
+        torch.set_num_threads(settings[5])
+
+
+class StopSignal:
+    """Notices Ctrl-C and SIGTERM; the second Ctrl-C stops at once.
+
+    The loop asks `pending` after each step, so that what it saves is a whole step.
+    """
+
+    def __init__(self) -> None:
+        self.pending = False
+
+    def __enter__(self) -> "StopSignal":
+        self._before = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._notice)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _notice(self, number: int, frame: FrameType | None) -> None:
+        if self.pending:
+            raise KeyboardInterrupt
+        self.pending = True
