@@ -1,21 +1,29 @@
 """Rows of metrics, sorted into runs and series. Pure Python.
 
 A *run* is one recipe with one optimizer, over all its seeds, from any number of files. A *series*
-is what was evaluated in it: raw weights, or the average of one window with one kind of coefficients,
-by how BatchNorm statistics were made.
+is what was evaluated in it: raw weights, or the average of one window with one kind of
+coefficients, by how BatchNorm statistics were made.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from torch_lawa.core.records import Row, read_metrics
-from torch_lawa.errors import FormatError
-from torch_lawa.reporting.savings import Metric
+from torch_lawa.core.records import Row
+from torch_lawa.reporting.curves import Axis, Curve, Metric, curve_of, in_order, moment_of
+from torch_lawa.reporting.reading import read_rows
 
 __all__ = ["Run", "Series", "load_runs", "metrics_of"]
+
+# The last word of a value's name tells which way is better.
+_BETTER: dict[str, Literal["lower", "higher"]] = {
+    "loss": "lower",
+    "perplexity": "lower",
+    "error": "lower",
+    "accuracy": "higher",
+}
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,7 @@ class Series:
     @property
     def averaged(self) -> bool:
         """Whether it is an average."""
-        return self.k is not None
+        return self.coefficients is not None
 
     @property
     def label(self) -> str:
@@ -38,7 +46,7 @@ class Series:
         >>> Series(10, "uniform", "copied").label, Series().label
         ('k = 10, BatchNorm copied', 'raw')
         """
-        parts = ["raw"] if self.k is None else [f"k = {self.k}"]
+        parts = ["averaged" if self.averaged else "raw"] if self.k is None else [f"k = {self.k}"]
         if self.coefficients not in (None, "uniform"):
             parts.append(str(self.coefficients))
         if self.batch_norm is not None:
@@ -63,34 +71,85 @@ class Run:
 
     @cached_property
     def series(self) -> tuple[Series, ...]:
-        """What was evaluated, in the order of its first row."""
-        return tuple(dict.fromkeys(Series.of(row) for row in self.rows))
+        """What was evaluated, in the order of the rows of the fullest moment.
+
+        Not in the order of first rows: a short window has rows before a long one has any.
+        """
+        moments: dict[tuple[Any, float], dict[Series, None]] = {}
+        for row in self.rows:
+            moments.setdefault((row.get("seed"), moment_of(row)), {})[Series.of(row)] = None
+        fullest = sorted(moments.values(), key=len, reverse=True)
+        return tuple(dict.fromkeys(series for moment in fullest for series in moment))
 
     @cached_property
     def seeds(self) -> tuple[Any, ...]:
         """The seeds, in order."""
-        return tuple(sorted({row.get("seed") for row in self.rows}, key=str))
+        return tuple(sorted({row.get("seed") for row in self.rows}, key=_rank))
 
-    def rows_of(self, series: Series) -> list[Row]:
-        """The rows of one series, all seeds."""
-        return [row for row in self.rows if Series.of(row) == series]
+    @cached_property
+    def axes(self) -> tuple[Axis, ...]:
+        """What the run can be counted by; rows of `lawa sweep`, for one, know of no seconds.
+
+        GPU-hours need rows that name a GPU or say how many there were, the same all along.
+        """
+        known: list[Axis] = []
+        for axis in ("epoch", "step"):
+            if all(row.get(axis) is not None for row in self.rows):
+                known.append(axis)
+        if all(self._counts_seconds(seed) for seed in self.seeds):
+            known.append("seconds")
+            if all(len(self.devices(seed)) == 1 for seed in self.seeds):
+                known.append("gpu_hours")
+        return tuple(known)
+
+    def devices(self, seed: Any) -> list[tuple[str | None, int]]:
+        """The kinds and numbers of GPUs that a seed was trained on; none on a CPU."""
+        found = {
+            (row.get("device"), row.get("num_devices") or 1)
+            for row in self.rows
+            if row.get("seed") == seed and {"device", "num_devices"} & row.keys()
+        }
+        return [(name, number) for name, number in found if name != "cpu"]
+
+    def rows_of(self, series: Series, seed: Any = ...) -> list[Row]:
+        """The rows of one series in order, of one seed or of all, each moment once."""
+        seeds = self.seeds if seed is ... else (seed,)
+        return [row for each in seeds for row in self._sorted.get((series, each), ())]
+
+    def curves(self, series: Series, metric: Metric, axis: Axis = "epoch") -> dict[Any, Curve]:
+        """By seed, one metric of one series; seeds without a value in it are left out."""
+        curves = {
+            seed: curve_of(self.rows_of(series, seed), self.rows_of(Series(), seed), metric, axis)
+            for seed in self.seeds
+        }
+        return {seed: curve for seed, curve in curves.items() if curve.at}
+
+    def has(self, series: Series, metric: Metric) -> bool:
+        """Whether some row of the series holds the metric."""
+        return any(metric.name in row for row in self.rows_of(series))
+
+    @cached_property
+    def _sorted(self) -> dict[tuple[Series, Any], list[Row]]:
+        groups: dict[tuple[Series, Any], list[Row]] = {}
+        for row in self.rows:
+            groups.setdefault((Series.of(row), row.get("seed")), []).append(row)
+        return {key: in_order(rows) for key, rows in groups.items()}
+
+    def _counts_seconds(self, seed: Any) -> bool:
+        """Whether every row has the seconds of training, and they never run backwards."""
+        for (_, each), rows in self._sorted.items():
+            if each == seed:
+                clock = [row.get("train_seconds") for row in rows]
+                if None in clock or clock != sorted(clock):  # type: ignore[type-var]
+                    return False
+        return True
 
 
 def load_runs(paths: Sequence[Path]) -> list[Run]:
     """Runs of all the files; a folder stands for the `metrics.jsonl` files in and below it."""
-    rows: list[Row] = []
-    for path in paths:
-        files = sorted(path.rglob("metrics.jsonl")) if path.is_dir() else [path]
-        if not files:
-            raise FormatError(f"{path}: there is no metrics.jsonl in this folder or below it.")
-        for file in files:
-            found = [row for row in read_metrics(file) if "weights" in row]
-            if not found:
-                raise FormatError(f"{file}: no row of raw or averaged weights in it.")
-            rows += found
     groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        key = (str(row.get("recipe", "run")), str(row.get("run", "raw")))
+    for row in read_rows(paths):
+        key = (str(row.get("recipe") or "run"), str(row.get("run") or "raw"))
         groups.setdefault(key, []).append(row)
     return [Run(recipe, name, tuple(own)) for (recipe, name), own in groups.items()]
 
@@ -98,10 +157,16 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
 def metrics_of(rows: Iterable[Row]) -> list[Metric]:
     """The values in the rows that can be compared: held-out losses, then accuracies.
 
+    The last word of a name tells which way is better: loss, perplexity, error; accuracy.
+
     >>> [m.name for m in metrics_of([{"test_accuracy": 0.5, "test_loss": 1.0, "train_loss": 1.0}])]
     ['test_loss', 'test_accuracy']
     """
-    names = dict.fromkeys(name for row in rows for name in row)
-    held_out = [name for name in names if not name.startswith("train_")]
-    losses = [Metric(name, "lower") for name in held_out if name.endswith("_loss")]
-    return losses + [Metric(name, "higher") for name in held_out if name.endswith("_accuracy")]
+    names = dict.fromkeys(name for row in rows for name in row if not name.startswith("train_"))
+    found = [Metric(n, _BETTER[word]) for n in names if (word := n.split("_")[-1]) in _BETTER]
+    return sorted(found, key=lambda metric: metric.better == "higher")
+
+
+def _rank(seed: Any) -> tuple[bool, float, str]:
+    number = isinstance(seed, int | float)
+    return (not number, seed if number else 0.0, str(seed))

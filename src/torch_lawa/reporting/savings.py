@@ -16,63 +16,34 @@ raw weights as they are usually evaluated the same curves show more, part of it 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from torch_lawa.core.records import Row
 from torch_lawa.errors import ConfigError, FormatError
+from torch_lawa.reporting.curves import Axis, Curve, Metric
+from torch_lawa.reporting.runs import Run, Series
 
-__all__ = ["Axis", "Baseline", "Comparison", "Curve", "Metric", "Reach", "Saving", "compare"]
+__all__ = [
+    "Axis",
+    "Baseline",
+    "Comparison",
+    "Curve",
+    "Line",
+    "Metric",
+    "Reach",
+    "Saving",
+    "Unmatched",
+    "baseline_of",
+    "compare",
+    "compare_series",
+]
 
-Axis: TypeAlias = Literal["epoch", "step", "seconds"]
 Baseline: TypeAlias = Literal["alike", "usual"]
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A value in the rows, and which way is better."""
-
-    name: str
-    better: Literal["lower", "higher"]
-
-    def reaches(self, value: float | None, target: float) -> bool:
-        """Whether `value` is as good as `target`; a missing value never is."""
-        if value is None:
-            return False
-        return value <= target if self.better == "lower" else value >= target
-
-    def beats(self, value: float, other: float) -> bool:
-        """Whether `value` is strictly better than `other`."""
-        return value < other if self.better == "lower" else value > other
-
-    def best(self, values: Iterable[float | None]) -> float | None:
-        """The best of the values that are there."""
-        there = [value for value in values if value is not None]
-        return (min if self.better == "lower" else max)(there, default=None)
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One series of one run: where it was (`at`) and what it was worth, in order."""
-
-    at: tuple[float, ...]
-    values: tuple[float | None, ...]
-
-    def reach(self, metric: Metric, target: float) -> float | None:
-        """Where the series first is as good as `target`, None where it never is.
-
-        >>> Curve((1, 2, 3), (0.9, 0.3, 0.5)).reach(Metric("loss", "lower"), 0.5)
-        2
-        """
-        pairs = zip(self.at, self.values, strict=True)
-        return next((at for at, value in pairs if metric.reaches(value, target)), None)
-
-    def value_at(self, at: float) -> float | None:
-        """What the series was worth then: the value of the last point that is not later."""
-        known = [v for place, v in zip(self.at, self.values, strict=True) if place <= at]
-        return known[-1] if known else None
+Line: TypeAlias = tuple[Run, Series]
 
 
 @dataclass(frozen=True)
@@ -130,6 +101,12 @@ class Saving:
         return (min(saved), max(saved)) if saved else None
 
     @property
+    def sd(self) -> float | None:
+        """The standard deviation of the savings of the seeds; None for fewer than two."""
+        saved = [r.saved for r in self.both if r.saved is not None]
+        return statistics.stdev(saved) if len(saved) > 1 else None
+
+    @property
     def percent(self) -> float | None:
         """The mean saving in percent of what the baseline spent."""
         if self.saved is None or not self.baseline_at:
@@ -138,8 +115,22 @@ class Saving:
 
 
 @dataclass(frozen=True)
+class Unmatched:
+    """In one seed the averaged weights came to a value that the baseline never reached."""
+
+    seed: Any
+    averaged_at: float  # where they first beat everything the baseline ever reached
+    baseline_end: float  # where the baseline was seen last
+
+    @property
+    def at_least(self) -> float:
+        """The saving is more than this: so long the baseline went on and did not get there."""
+        return self.baseline_end - self.averaged_at
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """Averaged weights against the baseline in one metric, over all seeds of the rows."""
+    """Averaged weights against the baseline in one metric, over the seeds that both have."""
 
     metric: Metric
     axis: Axis
@@ -154,13 +145,30 @@ class Comparison:
     def headline(self) -> Saving | None:
         """The longest stretch until the baseline matches the averaged weights in every seed.
 
-        None where no value of the averaged weights was reached by both in every seed, or where
-        they were never ahead.
+        Of targets with the same saving, the hardest. None where no value of the averaged weights
+        was reached by both in every seed, or where they were never ahead.
         """
         values = {v for curve in self.averaged.values() for v in curve.values if v is not None}
-        savings = [self.saving_at(target) for target in sorted(values)]
+        hard_first = sorted(values, reverse=self.metric.better == "higher")
+        savings = [self.saving_at(target) for target in hard_first]
         ahead = [s for s in savings if len(s.both) == len(s.reaches) and (s.saved or 0.0) > 0.0]
         return max(ahead, key=lambda s: s.saved or 0.0, default=None)
+
+    @cached_property
+    def savings(self) -> tuple[Saving, ...]:
+        """The whole curve of saving against target, from easy to hard.
+
+        The targets are the values at which some series of some seed was better than ever before.
+        Any other target is reached where the next harder of these is, so nothing lies between.
+        """
+        values = {
+            record
+            for seed, curve in self.averaged.items()
+            for each in (curve, self.baseline[seed])
+            for record in each.records(self.metric)
+        }
+        easy_first = sorted(values, reverse=self.metric.better == "lower")
+        return tuple(self.saving_at(target) for target in easy_first)
 
     @property
     def at_final(self) -> Saving:
@@ -175,29 +183,53 @@ class Comparison:
         )
 
     @property
-    def never_matched(self) -> dict[Any, float]:
-        """By seed, where the averaged weights first beat everything the baseline ever reached."""
-        found = {}
+    def unmatched(self) -> tuple[Unmatched, ...]:
+        """The seeds in which the averaged weights beat everything the baseline ever reached."""
+        found = []
         for seed, curve in self.averaged.items():
             best = self.metric.best(self.baseline[seed].values)
             for at, value in zip(curve.at, curve.values, strict=True):
                 if value is not None and (best is None or self.metric.beats(value, best)):
-                    found[seed] = at
+                    found.append(Unmatched(seed, at, self.baseline[seed].at[-1]))
                     break
-        return found
+        return tuple(found)
+
+    @property
+    def never_matched(self) -> dict[Any, float]:
+        """By seed, where the averaged weights first beat everything the baseline ever reached."""
+        return {found.seed: found.averaged_at for found in self.unmatched}
+
+    @cached_property
+    def moments(self) -> dict[Any, list[tuple[float, float | None, float]]]:
+        """By seed, the places where both were looked at, with the averaged and the raw value.
+
+        By the clock they never are at the same moment: the raw value is then the last one known.
+        Places where the raw weights have no finite value are left out.
+        """
+        together = self.axis in ("epoch", "step")
+        return {
+            seed: [
+                (at, value, raw)
+                for at, value in zip(curve.at, curve.values, strict=True)
+                if (raw := self.baseline[seed].value_at(at)) is not None
+                and (not together or at in self._looked_at[seed])
+            ]
+            for seed, curve in self.averaged.items()
+        }
 
     @property
     def behind(self) -> dict[Any, list[float]]:
         """By seed, where the raw weights of that very moment were better than the averaged ones."""
         return {
             seed: [
-                at
-                for at, value in zip(curve.at, curve.values, strict=True)
-                if (raw := self.baseline[seed].value_at(at)) is not None
-                and (value is None or self.metric.beats(raw, value))
+                at for at, value, raw in moments if value is None or self.metric.beats(raw, value)
             ]
-            for seed, curve in self.averaged.items()
+            for seed, moments in self.moments.items()
         }
+
+    @cached_property
+    def _looked_at(self) -> dict[Any, set[float]]:
+        return {seed: set(curve.at) for seed, curve in self.baseline.items()}
 
     def _saving(self, targets: dict[Any, float | None]) -> Saving:
         return Saving(
@@ -214,21 +246,56 @@ class Comparison:
         )
 
 
+def compare_series(
+    baseline: Line, averaged: Line, metric: Metric, *, axis: Axis = "epoch"
+) -> Comparison:
+    """One series against another, of the same run or of two, over the seeds that both have.
+
+    >>> sgd, lookahead = (
+    ...     Run("toy", name, tuple({"epoch": e, "weights": w, "k": k, "loss": loss}
+    ...         for w, k, losses in (("raw", None, raw), ("averaged", 2, mean))
+    ...         for e, loss in enumerate(losses, start=1)))
+    ...     for name, raw, mean in (("sgd", (9, 8, 7, 5), (9, 7, 5, 5)),
+    ...                             ("lookahead", (9, 7, 6, 5), (9, 7, 6, 5)))
+    ... )
+    >>> loss, lawa = Metric("loss", "lower"), Series(2, "uniform")
+    >>> compare_series((lookahead, Series()), (sgd, lawa), loss).headline.saved
+    1.0
+    """
+    raw_curves = baseline[0].curves(baseline[1], metric, axis)
+    averaged_curves = averaged[0].curves(averaged[1], metric, axis)
+    shared = {seed: curve for seed, curve in averaged_curves.items() if seed in raw_curves}
+    return Comparison(metric, axis, raw_curves, shared)
+
+
+def baseline_of(run: Run, averaged: Series, metric: Metric, how: Baseline) -> Series | None:
+    """The raw weights of a run to hold an average against; None where it has none.
+
+    "alike": with BatchNorm treated as the average's was, where the run has that. "usual": with
+    their running statistics.
+    """
+    raw = [s for s in run.series if not s.averaged and run.has(s, metric)]
+    wanted = [Series(None, None, averaged.batch_norm)] if how == "alike" else []
+    return next((s for s in (*wanted, Series()) if s in raw), None)
+
+
 def compare(
     rows: Sequence[Row],
     metric: Metric,
     *,
     axis: Axis = "epoch",
     k: int | None = None,
+    coefficients: str | None = None,
     batch_norm: str | None = None,
     baseline: Baseline = "alike",
 ) -> Comparison:
     """Averaged weights against raw ones, from the rows of one or several seeds.
 
-    Of several averages in the rows, choose with `k` and `batch_norm`; BatchNorm statistics that
-    were re-estimated go before copied ones. The baseline is the raw weights with BatchNorm treated
-    "alike" where the rows have them, or as "usual", with their running statistics. Where a
-    resumed run wrote a moment twice, the later row counts.
+    Of several averages in the rows, choose with `k`, `coefficients` and `batch_norm`; uniform
+    coefficients go before others, re-estimated BatchNorm statistics before copied ones. The
+    baseline is the raw weights with BatchNorm treated "alike" where the rows have them, or as
+    "usual", with their running statistics. Where a resumed run wrote a moment twice, the later row
+    counts.
 
     >>> rows = [
     ...     {"epoch": e, "weights": w, "k": 2, "loss": loss}
@@ -238,64 +305,32 @@ def compare(
     >>> compare(rows, Metric("loss", "lower")).headline.saved
     1.0
     """
-    rows = [row for row in rows if metric.name in row]
-    raw = [row for row in rows if row.get("weights") == "raw"]
-    averaged = [row for row in rows if row.get("weights") == "averaged"]
-    for name, wanted in (("k", k), ("batch_norm", batch_norm)):
-        found = {row.get(name) for row in averaged}
+    run = Run("", "", tuple(rows))
+    averages = [s for s in run.series if s.averaged and run.has(s, metric)]
+    for name, wanted, preferred in (
+        ("k", k, None),
+        ("coefficients", coefficients, "uniform"),
+        ("batch_norm", batch_norm, "re-estimated"),
+    ):
+        found = dict.fromkeys(getattr(series, name) for series in averages)
         if wanted is None and len(found) > 1:
-            if "re-estimated" not in found:
-                raise ConfigError(f"the rows hold averages with {name} in {found}: choose one.")
-            wanted = "re-estimated"
+            if preferred not in found:
+                raise ConfigError(
+                    f"the rows hold averages with {name} in {list(found)}: choose one."
+                )
+            wanted = preferred
         if wanted is not None:
-            averaged = [row for row in averaged if row.get(name) == wanted]
-    if not raw or not averaged:
-        missing = "averaged" if raw else "raw"
-        raise FormatError(f"no row holds {metric.name!r} of {missing} weights to compare.")
-    usual = [row for row in raw if row.get("batch_norm") is None]
-    treated = [row for row in raw if row.get("batch_norm") == averaged[0].get("batch_norm")]
-    raw_curves = _curves((treated if baseline == "alike" else []) or usual, usual, metric, axis)
-    averaged_curves = _curves(averaged, usual, metric, axis)
-    return Comparison(
-        metric, axis, raw_curves, {s: c for s, c in averaged_curves.items() if s in raw_curves}
-    )
-
-
-def _curves(rows: list[Row], usual: list[Row], metric: Metric, axis: Axis) -> dict[Any, Curve]:
-    curves = {}
-    for seed in dict.fromkeys(row.get("seed") for row in rows):
-        own = _moments(rows, seed)
-        at = _clock(own, _moments(usual, seed)) if axis == "seconds" else [r[axis] for r in own]
-        curves[seed] = Curve(tuple(at), tuple(row[metric.name] for row in own))
-    return curves
-
-
-def _moments(rows: list[Row], seed: Any) -> list[Row]:
-    """The rows of one seed in order, the last one of each moment."""
-    latest = {_moment(row): row for row in rows if row.get("seed") == seed}
-    return [latest[moment] for moment in sorted(latest)]
-
-
-def _moment(row: Row) -> float:
-    return float(row["step"] if "step" in row else row["epoch"])
-
-
-def _clock(rows: list[Row], usual: list[Row]) -> list[float]:
-    """Seconds until each row was known: the training and all that this series cost so far.
-
-    An average is charged with the usual evaluations too, since it comes on top of them.
-    """
-    clock = []
-    own = 0.0
-    for row in rows:
-        own += sum(row.get(f"{act}_seconds", 0.0) for act in ("average", "batch_norm", "evaluate"))
-        spent = row["train_seconds"] + own
-        if row["weights"] == "averaged":
-            before = [r for r in usual if _moment(r) <= _moment(row)]
-            spent += sum(r.get("evaluate_seconds", 0.0) for r in before)
-            spent += row.get("collect_seconds", 0.0)
-        clock.append(spent)
-    return clock
+            averages = [series for series in averages if getattr(series, name) == wanted]
+    if not any(run.has(s, metric) for s in run.series if not s.averaged):
+        raise FormatError(f"no row holds {metric.name!r} of raw weights to compare.")
+    if not averages:
+        raise FormatError(f"no row holds {metric.name!r} of averaged weights to compare.")
+    raw = baseline_of(run, averages[0], metric, baseline)
+    if raw is None:
+        raise FormatError(
+            f"no row holds {metric.name!r} of raw weights with their running statistics."
+        )
+    return compare_series((run, raw), (run, averages[0]), metric, axis=axis)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -89,7 +89,7 @@ class TargetSaving:
 
 @dataclass(frozen=True, kw_only=True)
 class Unmatched:
-    """Values of the averaged weights that the baseline never reached: a saving with no upper end."""
+    """Values of the average that the baseline never reached: a saving with no upper end."""
 
     num_seeds: int  # in so many seeds
     averaged_from: Mean  # from here on the average had been better than the baseline ever was
