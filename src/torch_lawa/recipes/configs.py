@@ -271,6 +271,22 @@ class WikiTextConfig(TrainConfig):
     vocabulary: int = _(50_265, "Tokens of the byte-level BPE, trained on the training text.")
     mask_fraction: float = _(0.15, "Tokens to be predicted, drawn anew each time.")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.width > 64 and self.width % (self.width // 64):
+            raise ConfigError(
+                f"width={self.width}: must be a multiple of its {self.width // 64} heads"
+            )
+        if self.sequence_length < 4:
+            raise ConfigError(f"sequence_length={self.sequence_length}: must be at least 4")
+        if self.vocabulary < 261:
+            raise ConfigError(
+                f"vocabulary={self.vocabulary}: must be at least 261, a token for every byte and 5 "
+                "special ones"
+            )
+        if not self.mask_fraction < 1.0:
+            raise ConfigError(f"mask_fraction={self.mask_fraction}: must lie between 0 and 1")
+
 
 RECIPES: dict[str, type[TrainConfig]] = {
     config.recipe: config

@@ -37,8 +37,8 @@ def mask_tokens(
     ordinary = ids >= len(SPECIAL_TOKENS)
     draws = torch.rand(ids.shape, device=ids.device, generator=generator)
     # Stable, so that equal draws do not make two runs differ.
-    places = draws.masked_fill(~ordinary, 2.0).argsort(dim=1, stable=True)[:, :num_chosen]
-    chosen = torch.zeros_like(ordinary).scatter_(1, places, True) & ordinary
+    order = draws.masked_fill(~ordinary, 2.0).argsort(dim=1, stable=True)
+    chosen = (order.argsort(dim=1) < num_chosen) & ordinary
     fate = torch.rand(ids.shape, device=ids.device, generator=generator)
     strangers = torch.randint(
         len(SPECIAL_TOKENS), vocabulary, ids.shape, device=ids.device, generator=generator

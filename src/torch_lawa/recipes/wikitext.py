@@ -17,7 +17,7 @@ from torch_lawa.recipes.configs import WikiTextConfig
 from torch_lawa.recipes.data.sequences import Sequences
 from torch_lawa.recipes.data.text import find_text, smoke_text
 from torch_lawa.recipes.data.tokens import Tokens, load_tokens
-from torch_lawa.recipes.masking import mask_tokens, num_masked
+from torch_lawa.recipes.masking import IGNORED, mask_tokens, num_masked
 from torch_lawa.recipes.task import Batch, Place, seeded
 
 __all__ = ["MaskedLanguageTask", "make_task"]
@@ -95,18 +95,20 @@ class MaskedLanguageTask:
 
         The masking depends neither on the run's seed nor on the number of processes.
         """
-        place = self._place
+        place, num_rows = self._place, len(self._valid)
+        size = min(self.evaluate_batch_size, num_rows)
+        num_rounds = -(-num_rows // (size * place.world_size))
         sums = torch.zeros(3, dtype=torch.float64, device=place.device)
-        batches = torch.split(torch.arange(len(self._valid)), self.evaluate_batch_size)
-        # Every process runs equally many, if need be one that does not count: a model that is
-        # wrapped for several processes may wait for the others in each call.
-        num_rounds = -(-len(batches) // place.world_size)
+        # Every process runs equally many batches, all of one size: a model that is wrapped for
+        # several processes may wait for the others in each call, and one that is compiled would
+        # be compiled again. What is too many is not counted.
         for number in range(place.rank, num_rounds * place.world_size, place.world_size):
-            ids = self._valid[batches[number % len(batches)]]
-            batch = self._masked(ids, seeded(place.device, _EVALUATION_SEED, number))
-            losses, hits = model(*batch, per_token=True)
-            if number < len(batches):
-                sums += torch.stack((losses.double().sum(), hits.sum(), (batch[1] >= 0).sum()))
+            rows = torch.arange(number * size, (number + 1) * size)
+            generator = seeded(place.device, _EVALUATION_SEED, number)
+            inputs, labels = self._masked(self._valid[rows % num_rows], generator)
+            labels[(rows >= num_rows).to(place.device)] = IGNORED
+            losses, hits = model(inputs, labels, per_token=True)
+            sums += torch.stack((losses.double().sum(), hits.sum(), (labels != IGNORED).sum()))
         loss, num_hits, num_chosen = self._place.total(sums.tolist())
         return {"valid_loss": loss / num_chosen, "valid_accuracy": num_hits / num_chosen}
 
