@@ -1,159 +1,145 @@
-"""Figures from rows of metrics. matplotlib (the `report` extra) is imported only when one is made.
+"""Which figures a report has, and what each shows. One whose rows are missing is left out.
 
-Figures are made without pyplot, so nothing global changes and no display is needed.
+saving        what the headline means: raw and averaged weights, and an arrow between them
+windows       every k
+curves        all values, raw and averaged
+early         the start, where averaging can hurt
+coefficients  uniform against others at the same k
+batch_norm    statistics re-estimated, copied, and as they came
+target        the saving at every target
+lookahead     all runs of the recipe and the average of each ("runs" without Lookahead)
 """
 
-import importlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from torch_lawa.checkpoints.files import replacing
-from torch_lawa.core.records import Row
-from torch_lawa.errors import LawaError
-from torch_lawa.reporting.savings import Comparison, Curve, Metric, Saving, compare
+from torch_lawa.reporting.comparisons import batch_norm, coefficients, target, windows
+from torch_lawa.reporting.demo_figure import demo_figure, save_demo_figure
+from torch_lawa.reporting.drawing import Drawing, save
+from torch_lawa.reporting.panels import Panel
+from torch_lawa.reporting.runs import Run
+from torch_lawa.reporting.savings import Metric
+from torch_lawa.reporting.scenes import Scene, say_series
+from torch_lawa.reporting.summary import RecipeReport, Report
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+__all__ = ["demo_figure", "drawings", "save_demo_figure", "save_figures"]
 
-__all__ = ["demo_figure", "save_demo_figure"]
-
-# Of Okabe and Ito's palette: told apart with any colour vision, and in grey.
-_RAW, _AVERAGED, _USUAL, _INK = "#d55e00", "#0072b2", "#999999", "#333333"
+_EARLY = 0.15  # of the epochs
 
 
-def save_demo_figure(rows: Sequence[Row], path: Path) -> None:
-    """Draw `demo_figure` into a PNG file, which is whole or not there."""
-    figure = demo_figure(rows)
-    with replacing(path) as file:
-        figure.savefig(file, format="png", dpi=200)
+def save_figures(runs: Sequence[Run], report: Report, folder: Path) -> list[Path]:
+    """Write every figure as PNG and SVG; a folder for each recipe where there are several."""
+    paths = []
+    for recipe in report.recipes:
+        place = folder / _slug(recipe.recipe) if len(report.recipes) > 1 else folder
+        for drawing in drawings(runs, recipe):
+            paths += save(drawing, place)
+    return paths
 
 
-def demo_figure(rows: Sequence[Row]) -> "Figure":
-    """Test loss and accuracy against epochs, raw and averaged, with the longest saving marked.
+def drawings(runs: Sequence[Run], report: RecipeReport) -> list[Drawing]:
+    """The figures of one recipe; those of its second run and further ones bear the run's name."""
+    scene = Scene(report, runs)
+    found = []
+    for run in scene.runs:
+        for kind, build in _OF_A_RUN.items():
+            panels = build(scene, run)
+            if panels:
+                name = kind if run is scene.runs[0] else f"{kind}-{_slug(run.name)}"
+                found.append(_drawing(scene, name, kind, run, panels))
+    kind = "lookahead" if any("lookahead" in run.name for run in scene.runs) else "runs"
+    panels = _runs(scene)
+    return [*found, _drawing(scene, kind, kind, None, panels)] if panels else found
 
-    Both with BatchNorm statistics re-estimated; a thin grey line shows the raw weights as they
-    are usually evaluated, with running statistics. Lines are means over seeds, bands run from the
-    worst to the best seed, and ticks on the arrow are where each seed first reached the value.
+
+def _drawing(
+    scene: Scene, name: str, kind: str, run: Run | None, panels: tuple[Panel, ...]
+) -> Drawing:
+    recipe = scene.report.recipe
+    return Drawing(
+        name=name,
+        kind=kind,
+        run=run.name if run else None,
+        title=f"{recipe}, {run.name}" if run else recipe,
+        panels=panels,
+    )
+
+
+def _saving(scene: Scene, run: Run) -> tuple[Panel, ...]:
+    panels = []
+    for report in scene.shown:
+        row = scene.main_row(report, run)
+        if row is not None:
+            wanted = [*scene.raw(run), row.baseline, row.averaged]
+            lines = scene.lines(run, wanted, report.metric)
+            panels.append(scene.panel(report.metric, lines, run, mark=scene.mark(run, row)))
+    return tuple(panels)
+
+
+def _curves(scene: Scene, run: Run) -> tuple[Panel, ...]:
+    default = scene.defaults.get(run.name)
+    if default is None:
+        return ()
+    metrics = [*(report.metric for report in scene.report.metrics), Metric("train_loss", "lower")]
+    panels = []
+    for metric in sorted(metrics, key=lambda metric: metric.better == "higher"):
+        lines = scene.lines(run, [*scene.raw(run), default], metric)
+        if lines:
+            panels.append(scene.panel(metric, lines, run))
+    return tuple(panels)
+
+
+def _early(scene: Scene, run: Run) -> tuple[Panel, ...]:
+    default = scene.defaults.get(run.name)
+    if default is None:
+        return ()
+    end = _EARLY * scene.end(run)
+    kinds = [s for s in run.series if s.averaged and s.coefficients == default.coefficients]
+    alike = [s for s in kinds if s.batch_norm == default.batch_norm]
+    longest = max(alike, key=lambda series: series.k or 0)
+    wanted = [*scene.raw(run), default, longest, *(s for s in kinds if s.k == default.k)]
+    panels = []
+    for report in scene.shown:
+        lines = scene.lines(run, wanted, report.metric)
+        lines = tuple(line for line in lines if sum(at <= end for at in line.at) > 1)
+        if any(line.style == scene.styles.of(run, default) for line in lines):
+            panels.append(scene.panel(report.metric, lines, run, end=end, skip=0.0, trim=False))
+    return tuple(panels)
+
+
+def _runs(scene: Scene) -> tuple[Panel, ...]:
+    if len(scene.runs) < 2:
+        return ()
+    panels = []
+    for report in scene.shown:
+        lines = []
+        for run in scene.runs:
+            default = scene.defaults.get(run.name)
+            raw = scene.raw(run)[:1]
+            for series in [*raw, *([default] if default else [])]:
+                label = f"{run.name}, {say_series(series)}"
+                lines.append(scene.line(run, series, report.metric, label))
+        there = tuple(line for line in lines if line is not None)
+        panels.append(scene.panel(report.metric, there))
+    return tuple(panels)
+
+
+_OF_A_RUN = {
+    "saving": _saving,
+    "windows": windows,
+    "curves": _curves,
+    "early": _early,
+    "coefficients": coefficients,
+    "batch_norm": batch_norm,
+    "target": target,
+}
+
+
+def _slug(name: str) -> str:
+    """A name that any file system takes.
+
+    >>> _slug("lookahead(sgd)"), _slug("adam, constant rate"), _slug("../<b>")
+    ('lookahead-sgd', 'adam-constant-rate', 'b')
     """
-    figure: Figure = _matplotlib("figure").Figure(figsize=(9.0, 3.8), layout="constrained")
-    loss_axes, accuracy_axes = figure.subplots(1, 2)
-    for axes, metric, title in (
-        (loss_axes, Metric("test_loss", "lower"), "test loss"),
-        (accuracy_axes, Metric("test_accuracy", "higher"), "test accuracy"),
-    ):
-        alike, usual = compare(rows, metric), compare(rows, metric, baseline="usual")
-        _panel(axes, alike, title)
-        if usual.baseline != alike.baseline:
-            at, mean, _, _ = _band(list(usual.baseline.values()))
-            label = "raw weights, BatchNorm not re-estimated"
-            axes.plot(at, mean, color=_USUAL, linewidth=1.1, label=label, zorder=1)
-    handles, labels = loss_axes.get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside upper center", ncols=3, frameon=False, fontsize=11.5
-    )
-    return figure
-
-
-def _panel(axes: "Axes", comparison: Comparison, title: str) -> None:
-    num_seeds = len(comparison.averaged)
-    for curves, label, colour in (
-        (comparison.baseline, "raw weights", _RAW),
-        (comparison.averaged, "averaged weights", _AVERAGED),
-    ):
-        at, mean, low, high = _band(list(curves.values()))
-        axes.plot(at, mean, color=colour, linewidth=2, label=label)
-        axes.fill_between(at, low, high, color=colour, alpha=0.18, linewidth=0)
-    axes.set_title(title, loc="left", fontsize=12, color=_INK)
-    several = f" (mean and range of {num_seeds} seeds)" if num_seeds > 1 else ""
-    axes.set_xlabel(f"epoch{several}", fontsize=11, color=_INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=10.5, colors=_INK)
-    axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.set_xlim(left=0)
-    _scale(axes, comparison)
-    _mark(axes, comparison)
-
-
-def _scale(axes: "Axes", comparison: Comparison) -> None:
-    """Loss on a log scale; accuracy from where the averaged weights begin, with some room."""
-    ticker = _matplotlib("ticker")
-    if comparison.metric.better == "lower":
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(ticker.LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
-        axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-        axes.yaxis.set_minor_locator(ticker.NullLocator())
-        return
-    values = [v for c in comparison.averaged.values() for v in c.values if v is not None]
-    room = max(max(values) - min(values), 0.01) if values else 1.0
-    if values:
-        axes.set_ylim(max(min(values) - room, 0.0), min(max(values) + 0.25 * room, 1.0))
-    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{100 * value:g}%"))
-
-
-def _mark(axes: "Axes", comparison: Comparison) -> None:
-    """The longest saving: an arrow at its value, ticks where each seed got there."""
-    saving = comparison.headline
-    if saving is None or saving.target is None:
-        return
-    begin, end, y = saving.averaged_at, saving.baseline_at, saving.target
-    assert begin is not None  # a headline is reached by both, in every seed
-    assert end is not None
-    axes.annotate(
-        "",
-        xy=(begin, y),
-        xytext=(end, y),
-        arrowprops={
-            "arrowstyle": "-|>",
-            "color": _INK,
-            "linewidth": 1.6,
-            "shrinkA": 0,
-            "shrinkB": 5,
-        },
-        zorder=5,
-    )
-    for reach in saving.reaches:
-        for at, colour in ((reach.baseline_at, _RAW), (reach.averaged_at, _AVERAGED)):
-            axes.plot(at or 0.0, y, "|", color=colour, markersize=13, markeredgewidth=2.2, zorder=6)
-    # Curves improve from one corner to the other, so the corner of late and bad values is free.
-    lower = comparison.metric.better == "lower"
-    spread = "" if len(saving.reaches) == 1 else f", {_range(saving)} by seed"
-    axes.text(
-        0.97,
-        0.62 if lower else 0.42,
-        f"{saving.saved:.0f} epochs earlier\n({saving.percent:.0f}%{spread})",
-        transform=axes.transAxes,
-        ha="right",
-        va="center",
-        fontsize=11.5,
-        color=_INK,
-    )
-
-
-def _range(saving: Saving) -> str:
-    low, high = saving.spread or (0.0, 0.0)
-    return f"{low:.0f} to {high:.0f}"
-
-
-def _band(curves: list[Curve]) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Mean, lowest and highest value at each place that some seed has a value for."""
-    found: dict[float, list[float]] = {}
-    for curve in curves:
-        for at, value in zip(curve.at, curve.values, strict=True):
-            if value is not None:
-                found.setdefault(at, []).append(value)
-    places = sorted(found)
-    mean = [sum(found[at]) / len(found[at]) for at in places]
-    return places, mean, [min(found[at]) for at in places], [max(found[at]) for at in places]
-
-
-def _matplotlib(name: str) -> Any:
-    try:
-        return importlib.import_module(f"matplotlib.{name}")
-    except ImportError as error:
-        raise LawaError(
-            f"figures are drawn with matplotlib, which could not be imported ({error}): "
-            "pip install 'torch-lawa[report]'"
-        ) from None
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "run"

@@ -1,0 +1,214 @@
+"""The runs of one recipe as lines and panels, for every figure that is made of them."""
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+from torch_lawa.reporting.panels import Line, Mark, Panel
+from torch_lawa.reporting.runs import Run, Series
+from torch_lawa.reporting.savings import Metric
+from torch_lawa.reporting.styles import Styles
+from torch_lawa.reporting.summary import MainRow, MetricReport, RecipeReport
+from torch_lawa.reporting.wording import say_number
+
+__all__ = ["Scene", "band", "limits", "plain", "say_series"]
+
+
+class Scene:
+    """What figures of one recipe share: its lines, their looks, and where to look."""
+
+    def __init__(self, report: RecipeReport, runs: Sequence[Run]) -> None:
+        self.report = report
+        self.runs = [run for run in runs if run.recipe == report.recipe]
+        self.axis = report.axis
+        windows = [row for metric in report.metrics for row in metric.windows if row.default]
+        self.defaults = {row.run: row.series for row in windows}
+        self.styles = Styles(self.runs, self.defaults)
+
+    @cached_property
+    def shown(self) -> list[MetricReport]:
+        """The two values that most figures show: the accuracy, where there is one, and the loss."""
+        first = [m for m in self.report.metrics if m.metric.better == "higher"]
+        top1 = [m for m in first if "top5" not in m.metric.name] or first
+        losses = [m for m in self.report.metrics if m.metric.better == "lower"]
+        return top1[:1] + losses[:1]
+
+    def end(self, run: Run) -> float:
+        """Where a run ends."""
+        return max((row[self.axis] for row in run.rows if self.axis in row), default=0.0)
+
+    def line(self, run: Run, series: Series, metric: Metric, label: str = "") -> Line | None:
+        """One series as a line; None where fewer than two of its rows have the value."""
+        curves = run.curves(series, metric, self.axis)
+        at, mean, low, high = band(
+            point for curve in curves.values() for point in zip(curve.at, curve.values, strict=True)
+        )
+        if len(at) < 2:
+            return None
+        several = len(curves) > 1
+        return Line(
+            label=label or say_series(series),
+            style=self.styles.of(run, series),
+            at=at,
+            mean=mean,
+            low=low if several else (),
+            high=high if several else (),
+        )
+
+    def lines(self, run: Run, wanted: Iterable[Series], metric: Metric) -> tuple[Line, ...]:
+        """The lines of those series that are there."""
+        drawn = (self.line(run, series, metric) for series in dict.fromkeys(wanted))
+        return tuple(line for line in drawn if line is not None)
+
+    def raw(self, run: Run) -> list[Series]:
+        """The raw weights, as they are usually evaluated first."""
+        raw = [series for series in run.series if not series.averaged]
+        return sorted(raw, key=lambda series: series.batch_norm is not None)
+
+    def main_row(self, metric: MetricReport, run: Run) -> MainRow | None:
+        """The first comparison of a run's own average with its own raw weights."""
+        rows = (row for row in metric.main if row.averaged_run == row.baseline_run == run.name)
+        return next(rows, None)
+
+    def panel(
+        self,
+        metric: Metric,
+        lines: tuple[Line, ...],
+        run: Run | None = None,
+        *,
+        begin: float = 0.0,
+        end: float | None = None,
+        title: str | None = None,
+        zoom_on: tuple[Line, ...] | None = None,
+        skip: float = 0.05,
+        trim: bool = True,
+        mark: Mark | None = None,
+    ) -> Panel:
+        """A metric against epochs, from `begin` to `end`.
+
+        Values are chosen so that the lines of `zoom_on` (all of them by default) fill the panel,
+        but for the share `skip` of the view at the very start, where they fall from anywhere, and
+        for the few worst values, unless `trim` is False.
+        """
+        last = max((self.end(each) for each in ([run] if run else self.runs)), default=0.0)
+        end = last if end is None else end
+        lower = metric.better == "lower"
+        y_limits = limits(zoom_on or lines, metric, begin + skip * (end - begin), end, trim)
+        log = lower and y_limits is not None and y_limits[1] > 5.0 * y_limits[0] > 0.0
+        room = 0.02 * (end - begin)
+        return Panel(
+            title=title or plain(metric.name),
+            x_label=self.x_label(run),
+            lines=lines,
+            percent=metric.name.endswith("accuracy"),
+            log=log,
+            x_limits=(begin - (room if begin else 0.0), end + room),
+            y_limits=y_limits,
+            mark=mark,
+            text_at=(0.97, 0.95) if lower else (0.97, 0.06),
+        )
+
+    def x_label(self, run: Run | None) -> str:
+        """Such as "epoch (mean and range of 3 seeds)"."""
+        num_seeds = max(len(each.seeds) for each in ([run] if run else self.runs))
+        return self.axis + (f" (mean and range of {num_seeds} seeds)" if num_seeds > 1 else "")
+
+    def mark(self, run: Run, row: MainRow | None) -> Mark | None:
+        """The headline of a comparison as an arrow."""
+        headline = row.headline if row is not None else None
+        if row is None or headline is None or headline.target is None:
+            return None
+        amount = headline.epochs if self.axis == "epoch" else headline.steps
+        if amount is None:
+            return None
+        looks = {
+            "baseline_at": self.styles.of(run, row.baseline).colour,
+            "averaged_at": self.styles.of(run, row.averaged).colour,
+        }
+        ticks = [(getattr(s, name), looks[name]) for s in headline.by_seed for name in looks]
+        facts = [] if amount.percent is None else [f"{amount.percent:.0f}%"]
+        if len(headline.by_seed) > 1:
+            facts.append(
+                f"{say_number(amount.saved.low)} to {say_number(amount.saved.high)} by seed"
+            )
+        saved = f"{say_number(amount.saved.mean)} {self.axis}s earlier"
+        return Mark(
+            begin=amount.baseline_at.mean,
+            end=amount.averaged_at.mean,
+            value=headline.target,
+            ticks=tuple((at, colour) for at, colour in ticks if at is not None),
+            text=f"{saved}\n({', '.join(facts)})" if facts else saved,
+        )
+
+
+def band(
+    points: Iterable[tuple[float, float | None]],
+) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+    """Mean, lowest and highest value at each place that some seed has a value for.
+
+    >>> band([(1, 2.0), (2, 5.0), (1, 4.0)])
+    ((1, 2), (3.0, 5.0), (2.0, 5.0), (4.0, 5.0))
+    """
+    found: dict[float, list[float]] = {}
+    for place, value in points:
+        if value is not None:
+            found.setdefault(place, []).append(value)
+    at = tuple(sorted(found))
+    return (
+        at,
+        tuple(math.fsum(found[place]) / len(found[place]) for place in at),
+        tuple(min(found[place]) for place in at),
+        tuple(max(found[place]) for place in at),
+    )
+
+
+def limits(
+    lines: Iterable[Line], metric: Metric, begin: float, end: float, trim: bool = True
+) -> tuple[float, float] | None:
+    """From the best value to one that nearly all others beat, with some room."""
+    values = sorted(
+        value
+        for line in lines
+        for at, value in zip(line.at, line.mean, strict=True)
+        if value is not None and begin <= at <= end
+    )
+    if not values:
+        return None
+    few = len(values) // 33 if trim else 0
+    low, high = values[0], values[-1]
+    if metric.better == "lower":
+        high = values[-1 - few]
+    else:
+        low = values[few]
+    room = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
+    if metric.better == "lower" and low > 0.0:
+        return max(low - room, 0.5 * low), high + room
+    top = high + room
+    return max(low - room, 0.0), min(top, 1.0) if high <= 1.0 else top
+
+
+def plain(name: str) -> str:
+    """The name of a value in plain words.
+
+    >>> plain("test_top5_accuracy"), plain("valid_loss"), plain("train_loss")
+    ('test accuracy (top-5)', 'validation loss', 'training loss')
+    """
+    words = name.split("_")
+    words[0] = {"valid": "validation", "train": "training"}.get(words[0], words[0])
+    top = next((word for word in words if word.startswith("top")), None)
+    text = " ".join(word for word in words if word != top)
+    return f"{text} (top-{top.removeprefix('top')})" if top else text
+
+
+def say_series(series: Series) -> str:
+    """A series for a legend; what a reader takes for granted is left out.
+
+    >>> say_series(Series(10, "exponential:0.9", "copied"))
+    'average, k = 10, exponential 0.9, BatchNorm copied'
+    """
+    parts = [f"average, k = {series.k}" if series.averaged else "raw weights"]
+    if series.coefficients not in (None, "uniform"):
+        parts.append(str(series.coefficients).replace(":", " "))
+    if series.batch_norm is not None and not (series.averaged and series.batch_norm != "copied"):
+        parts.append(f"BatchNorm {series.batch_norm}")
+    return ", ".join(parts)
