@@ -11,7 +11,6 @@ from torch_lawa.errors import FormatError
 __all__ = ["files_of", "read_rows"]
 
 _COUNTS = ("epoch", "step", "num_devices", "k")
-_SHOWN = 3  # files that a message names
 
 
 def read_rows(paths: Sequence[Path]) -> list[Row]:

@@ -22,6 +22,7 @@ from torch_lawa.reporting.runs import Series
 from torch_lawa.reporting.savings import Axis, Metric
 
 __all__ = [
+    "Against",
     "Amount",
     "MainRow",
     "Mean",
@@ -146,11 +147,9 @@ class MainRow:
 
     @property
     def label(self) -> str:
-        """Such as "sgd, k = 10 against sgd, raw"."""
-        return (
-            f"{self.averaged_run}, {self.averaged.label} against "
-            f"{self.baseline_run}, {self.baseline.label}"
-        )
+        """Such as "sgd, k = 10 against raw"; another run's raw weights with its name."""
+        other = "" if self.baseline_run == self.averaged_run else f"{self.baseline_run}, "
+        return f"{self.averaged_run}, {self.averaged.label} against {other}{self.baseline.label}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,13 @@
 """How a report writes its numbers, the same in the terminal and on the page."""
 
-from torch_lawa.reporting.savings import Metric
+from collections.abc import Sequence
 
-__all__ = ["say_duration", "say_number", "say_value"]
+from torch_lawa.reporting.savings import Axis, Metric
+from torch_lawa.reporting.summary import Stretch
+
+__all__ = ["say_axis", "say_difference", "say_duration", "say_number", "say_stretches", "say_value"]
+
+_SHOWN = 4  # stretches that are named one by one
 
 
 def say_value(metric: Metric, value: float | None) -> str:
@@ -16,19 +21,43 @@ def say_value(metric: Metric, value: float | None) -> str:
     return f"{100 * value:.2f}%" if metric.name.endswith("accuracy") else f"{value:.4f}"
 
 
+def say_difference(metric: Metric, value: float) -> str:
+    """A difference of two values: points of a percentage, or two digits that count.
+
+    >>> say_difference(Metric("test_accuracy", "higher"), 0.0123)
+    '1.23 points'
+    >>> say_difference(Metric("loss", "lower"), 0.01234)
+    '0.012'
+    """
+    if metric.name.endswith("accuracy"):
+        return f"{100 * value:.2f} points"
+    return f"{value:.2g}"
+
+
 def say_number(number: float | None) -> str:
     """A count that may be a mean: whole where it is whole, else with one digit.
 
-    >>> say_number(40.0), say_number(9.6667), say_number(None)
-    ('40', '9.7', '-')
+    >>> say_number(40.0), say_number(9.6667), say_number(12500.0), say_number(None)
+    ('40', '9.7', '12,500', '-')
     """
     if number is None:
         return "-"
-    return f"{number:.0f}" if abs(number - round(number)) < 0.05 else f"{number:.1f}"
+    whole = abs(number - round(number)) < 0.05 or abs(number) >= 1000
+    return f"{number:,.0f}" if whole else f"{number:,.1f}"
+
+
+def say_axis(axis: Axis, number: float | None = None) -> str:
+    """The name of what is counted, for that number of it.
+
+    >>> say_axis("epoch", 1), say_axis("epoch", 2.5), say_axis("gpu_hours")
+    ('epoch', 'epochs', 'GPU-hours')
+    """
+    one = {"epoch": "epoch", "step": "step", "seconds": "second", "gpu_hours": "GPU-hour"}[axis]
+    return one if number == 1 else f"{one}s"
 
 
 def say_duration(seconds: float | None) -> str:
-    """Seconds as h:min:s; with one digit more where they are few.
+    """Seconds as h:min:s, min:s, or with one digit where they are few.
 
     >>> say_duration(3723.0), say_duration(83.0), say_duration(-4.25), say_duration(None)
     ('1:02:03', '1:23', '-4.2 s', '-')
@@ -41,3 +70,23 @@ def say_duration(seconds: float | None) -> str:
     minutes, whole = divmod(round(left), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{sign}{hours}:{minutes:02}:{whole:02}" if hours else f"{sign}{minutes}:{whole:02}"
+
+
+def say_stretches(stretches: Sequence[Stretch], axis: Axis) -> str:
+    """Stretches by name; where there are many, the longest of them and how many more.
+
+    >>> say_stretches([Stretch(begin=10, end=14, num_evaluations=5, worst_at=11, worst_by=0.3),
+    ...     Stretch(begin=31, end=31, num_evaluations=1, worst_at=31, worst_by=0.1)], "epoch")
+    'epochs 10–14 and 31'
+    """
+    longest = sorted(stretches, key=lambda s: -s.num_evaluations)[:_SHOWN]
+    named = [
+        say_number(s.begin) if s.begin == s.end else f"{say_number(s.begin)}–{say_number(s.end)}"
+        for s in sorted(longest, key=lambda s: s.begin)
+    ]
+    left = sum(s.num_evaluations for s in stretches) - sum(s.num_evaluations for s in longest)
+    if left:
+        named.append(f"{left} more")
+    single = len(stretches) == 1 and stretches[0].begin == stretches[0].end
+    text = named[0] if len(named) == 1 else f"{', '.join(named[:-1])} and {named[-1]}"
+    return f"{say_axis(axis, 1 if single else 2)} {text}"
