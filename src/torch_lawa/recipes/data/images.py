@@ -112,7 +112,10 @@ def normalize(images: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
 
 
 class NormalizedBatches(Sequence[ImagesAndLabels]):
-    """Batches kept as bytes, a quarter of their size, and normalised each time they are read."""
+    """Batches kept as bytes, a quarter of their size, and normalised each time they are read.
+
+    They may lie in host memory; what is read is on the device of the mean.
+    """
 
     def __init__(self, batches: Sequence[ImagesAndLabels], mean: Tensor, deviation: Tensor) -> None:
         self._batches, self._mean, self._deviation = batches, mean, deviation
@@ -124,7 +127,7 @@ class NormalizedBatches(Sequence[ImagesAndLabels]):
         """One batch, or those of a slice."""
         if isinstance(index, slice):
             return NormalizedBatches(self._batches[index], self._mean, self._deviation)
-        images, labels = self._batches[index]
+        images, labels = (tensor.to(self._mean.device) for tensor in self._batches[index])
         return normalize(images, self._mean, self._deviation), labels
 
 

@@ -79,6 +79,12 @@ def load_tokens(files: Mapping[str, Path], vocabulary: int, *, cache: Path | Non
             folder = place / digest
             if found := _read(folder, files, vocabulary):  # another process was faster
                 return found
+            if sys.stderr.isatty():  # a line rather than a bar: the loop may be showing its own
+                print(
+                    f"Making a vocabulary of {vocabulary:,} tokens from {files['train']} and "
+                    f"keeping the ids in {folder}; 100 MB take about a minute.",
+                    file=sys.stderr,
+                )
             _make(folder, files, vocabulary)
             found = _read(folder, files, vocabulary)
             assert found is not None
@@ -150,7 +156,7 @@ def _train(pieces: Iterator[str], vocabulary: int) -> "Tokenizer":
         min_frequency=2,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=sys.stderr.isatty(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(pieces, trainer)
     return tokenizer
