@@ -12,7 +12,7 @@ from torch import nn
 
 from torch_lawa.errors import ConfigError
 from torch_lawa.recipes.data.images import Images, augment, normalize, smoke_images
-from torch_lawa.recipes.image_task import ImageTask
+from torch_lawa.recipes.image_task import ImageTask, score
 from torch_lawa.recipes.task import Batch, Place, seeded
 
 CPU = torch.device("cpu")
@@ -156,6 +156,14 @@ def test_evaluation_is_a_loop_over_the_examples(dtype: torch.dtype) -> None:
         "valid_top5_accuracy": top5,
     }
     assert [shape[0] for shape in model.shapes] == [5, 5, 3]
+
+
+def test_losses_are_added_up_in_float64() -> None:
+    outputs, labels = 30 * torch.rand(5000, 7), torch.arange(5000) % 7
+    losses = F.cross_entropy(outputs, labels, reduction="none")
+    values = score(nn.Identity(), [(outputs, labels)], 5000, 7, place=Place(), prefix="test")
+    assert values["test_loss"] == pytest.approx(math.fsum(losses.tolist()) / 5000, rel=1e-13)
+    assert losses.sum().item() / 5000 != pytest.approx(values["test_loss"], rel=1e-13)
 
 
 def test_few_classes_have_no_top5() -> None:
