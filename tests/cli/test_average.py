@@ -191,25 +191,6 @@ def test_a_sweep_writes_every_window(run: Path, lawa: Lawa) -> None:
     assert torch.equal(load_file("s/step-500-k-2.safetensors")["w"], mean(run, [400, 500]))
 
 
-def test_a_recipe_is_its_own_evaluator(run: Path, lawa: Lawa) -> None:
-    from torch_lawa.recipes.digits import DigitsConfig, build_model
-
-    Path("digits").mkdir()
-    for step in (1, 2):
-        torch.manual_seed(step)
-        state = build_model(DigitsConfig()).state_dict()
-        save_file(state, f"digits/step_{step}.safetensors")
-    code, _, complained = lawa("sweep", "digits", "--k", "2", "--evaluator", "digits")
-    assert code == 0, complained
-    rows = read_metrics(Path("metrics.jsonl"))
-    assert [(row["step"], row["k"], row["batch_norm"]) for row in rows] == [
-        (1, None, "re-estimated"),
-        (2, None, "re-estimated"),
-        (2, 2, "re-estimated"),
-    ]
-    assert all(1.0 < row["test_loss"] < 10.0 for row in rows)  # untrained, of ten classes
-
-
 def test_a_sweep_plan(run: Path, lawa: Lawa) -> None:
     code, said, _ = lawa("sweep", "run", "--k", "2,3", "--evaluator", "x:y", "--dry-run")
     assert code == 0

@@ -13,12 +13,14 @@ import pytest
 from safetensors.torch import load_file
 
 from torch_lawa.core.records import Row, read_metrics
-from torch_lawa.recipes.digits import DigitsConfig, build_model, evaluate, load_data
+from torch_lawa.recipes.configs import DigitsConfig
+from torch_lawa.recipes.digits import build_model, evaluate, load_data
 from torch_lawa.reporting.savings import Metric, compare
 
 LAWA = [sys.executable, "-c", "from torch_lawa.cli.main import main; main()"]
 EPOCHS, K = 5, 2
-FILES = ["averaged.safetensors", "config.json", "metrics.jsonl", "savings.png"]
+METRICS = "metrics.jsonl"
+FILES = ["demo.json", "savings.png", "seed-4", "seed-5", "seed-6"]
 
 
 def demo(output: Path, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -30,6 +32,10 @@ def demo(output: Path, *arguments: str, check: bool = True) -> subprocess.Comple
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     output = tmp_path_factory.mktemp("demo") / "runs" / "demo"
     return output, demo(output)
+
+
+def rows_of(output: Path) -> list[Row]:
+    return [row for path in sorted(output.glob("seed-*")) for row in read_metrics(path / METRICS)]
 
 
 def without_times(rows: list[Row]) -> list[Row]:
@@ -47,15 +53,17 @@ def test_the_folder_holds_the_run_and_nothing_else(run: Run) -> None:
 
 
 def test_the_config_says_what_was_run(run: Run) -> None:
-    config = json.loads((run[0] / "config.json").read_text())
+    config = json.loads((run[0] / "demo.json").read_text())
     assert config["seeds"] == [4, 5, 6]
-    assert config["hyperparameters"] == vars(DigitsConfig(epochs=EPOCHS, k=K))
+    assert config["hyperparameters"]["ks"] == [K]
+    assert config["hyperparameters"]["epochs"] == EPOCHS
+    assert config["hyperparameters"]["learning_rate"] == DigitsConfig().learning_rate
     assert config["command"] == "lawa demo --seed 4 --k 2 --epochs 5"
     assert set(config["versions"]) == {"torch_lawa", "torch", "python"}
 
 
 def test_every_epoch_has_raw_rows_and_from_k_on_averaged_ones(run: Run) -> None:
-    rows = read_metrics(run[0] / "metrics.jsonl")
+    rows = rows_of(run[0])
     found = [(r["seed"], r["epoch"], r["weights"], r["k"], r["batch_norm"]) for r in rows]
     expected: list[tuple[Any, ...]] = []
     for seed in (4, 5, 6):
@@ -72,10 +80,10 @@ def test_every_epoch_has_raw_rows_and_from_k_on_averaged_ones(run: Run) -> None:
 
 
 def test_the_saved_average_is_the_one_that_was_measured(run: Run) -> None:
-    config = DigitsConfig(epochs=EPOCHS, k=K)
+    config = DigitsConfig(epochs=EPOCHS, ks=(K,))
     model = build_model(config)
-    model.load_state_dict(load_file(run[0] / "averaged.safetensors"))
-    rows = read_metrics(run[0] / "metrics.jsonl")
+    model.load_state_dict(load_file(run[0] / "seed-4" / "averaged.safetensors"))
+    rows = rows_of(run[0])
     (recorded,) = (
         row
         for row in rows
@@ -90,7 +98,7 @@ def test_the_saved_average_is_the_one_that_was_measured(run: Run) -> None:
 def test_what_a_person_reads_agrees_with_the_metrics(run: Run) -> None:
     output, done = run
     text = " ".join(done.stdout.split())
-    comparison = compare(read_metrics(output / "metrics.jsonl"), Metric("test_loss", "lower"))
+    comparison = compare(rows_of(output), Metric("test_loss", "lower"))
     for line in ("seed 4: ", "seed 5: ", "seed 6: ", f"average of the {K} latest epochs"):
         assert line in text
     num_behind = sum(map(len, comparison.behind.values()))
@@ -106,11 +114,10 @@ def test_the_same_seed_gives_the_same_values_and_json_is_alone_on_stdout(
 ) -> None:
     other = tmp_path / "again"
     found = json.loads(demo(other, "--json").stdout)
-    again, rows = read_metrics(other / "metrics.jsonl"), read_metrics(run[0] / "metrics.jsonl")
+    again, rows = rows_of(other), rows_of(run[0])
     assert without_times(again) == without_times(rows)
-    assert (other / "averaged.safetensors").read_bytes() == (
-        run[0] / "averaged.safetensors"
-    ).read_bytes()
+    averaged = Path("seed-6") / "averaged.safetensors"
+    assert (other / averaged).read_bytes() == (run[0] / averaged).read_bytes()
     assert found["seeds"] == [4, 5, 6]
     assert sorted(found["files"]) == FILES
     at_final = compare(rows, Metric("test_loss", "lower")).at_final
@@ -127,19 +134,23 @@ def test_the_test_images_do_not_depend_on_anything_but_their_share() -> None:
 
 
 def test_overwrite_replaces_the_run_and_leaves_other_files_alone(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"run": "lawa demo"}')
-    (tmp_path / "metrics.jsonl").write_text("old\n")
-    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "demo.json").write_text("{}")
+    for name in ("seed-4", "seed-9"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / METRICS).write_text("old\n")
+    (tmp_path / "seed-9" / "notes.txt").write_text("mine")
     demo(tmp_path, "--overwrite")
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*FILES, "notes.txt"])
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 6 * (EPOCHS + EPOCHS - K + 1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [*FILES, "seed-9"]
+    assert [p.name for p in (tmp_path / "seed-9").iterdir()] == ["notes.txt"]
+    assert len(read_metrics(tmp_path / "seed-4" / METRICS)) == 2 * (EPOCHS + EPOCHS - K + 1)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
 def test_ctrl_c_keeps_the_metrics_so_far(tmp_path: Path) -> None:
-    metrics = tmp_path / "run" / "metrics.jsonl"
+    output = tmp_path / "run"
+    metrics = output / "seed-0" / METRICS
     process = subprocess.Popen(
-        [*LAWA, "demo", "--epochs", "500", "-o", str(metrics.parent)],
+        [*LAWA, "demo", "--epochs", "500", "-o", str(output)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -153,5 +164,5 @@ def test_ctrl_c_keeps_the_metrics_so_far(tmp_path: Path) -> None:
     finally:
         process.kill()
     assert process.returncode == 130
-    assert errors == f"Stopped. The metrics so far are in {metrics}.\n"
+    assert errors == f"Stopped. The metrics so far are in {output}.\n"
     assert read_metrics(metrics)[0]["epoch"] == 1

@@ -1,9 +1,10 @@
 """`lawa demo`: train the embedded default with three seeds and show what averaging saved.
 
-This file owns the run folder; what the person sees is in `demo_progress` and
-`demo_summary`.
+The loop is that of `lawa train digits`, a folder for each seed. This file owns the folder around
+them; what the person sees is in `demo_progress` and `demo_summary`.
 """
 
+import contextlib
 import dataclasses
 import json
 import platform
@@ -22,13 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _NUM_SEEDS = 3
-_CONFIG, _METRICS, _MODEL, _FIGURE = (
-    "config.json",
-    "metrics.jsonl",
-    "averaged.safetensors",
-    "savings.png",
-)
-_FILES = (_METRICS, _MODEL, _FIGURE, _CONFIG)  # the config goes last: it says whose they are
+_CONFIG, _FIGURE = "demo.json", "savings.png"
+_RUNS = "seed-*"
 
 
 @click.command("demo")
@@ -38,7 +34,7 @@ _FILES = (_METRICS, _MODEL, _FIGURE, _CONFIG)  # the config goes last: it says w
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("runs/demo"),
     show_default=True,
-    help="Folder for metrics, config, averaged model and figure.",
+    help="Folder for the figure and, seed by seed, metrics and averaged model.",
 )
 @click.option(
     "--seed",
@@ -72,86 +68,91 @@ def command(output: Path, seed: int, k: int, epochs: int, as_json: bool, overwri
     from torch_lawa.recipes.digits import DigitsConfig
 
     try:
-        config = DigitsConfig(k=k, epochs=epochs)
+        config = DigitsConfig(ks=(k,), epochs=epochs)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
-    try:
-        _demo(config, list(range(seed, seed + _NUM_SEEDS)), output, begin, as_json=as_json)
-    except KeyboardInterrupt:
-        kept = output / _METRICS
-        where = f" The metrics so far are in {kept}." if kept.exists() else ""
-        click.echo(f"Stopped.{where}", err=True)
+    if epochs < k:
+        raise click.UsageError(
+            f"{epochs} epochs with k = {k}: the window would never be full. Train for at least k "
+            "epochs, or lower k."
+        )
+    seeds = list(range(seed, seed + _NUM_SEEDS))
+    if not _demo(config, seeds, output, begin, as_json=as_json):
+        click.echo(f"Stopped. The metrics so far are in {output}.", err=True)
         return 130
     return 0
 
 
 def _demo(
     config: "DigitsConfig", seeds: list[int], output: Path, begin: float, *, as_json: bool
-) -> None:
-    from torch_lawa.checkpoints.tensors import save_tensors
+) -> bool:
+    """Train every seed and show what was found; False where it was stopped."""
     from torch_lawa.cli.demo_progress import show_progress
     from torch_lawa.cli.demo_summary import Summary
-    from torch_lawa.core.records import MetricsWriter, read_metrics
-    from torch_lawa.recipes import digits
+    from torch_lawa.core.records import read_metrics
+    from torch_lawa.recipes.loop import train
+    from torch_lawa.recipes.run_folder import RunFolder, RunPlan
+    from torch_lawa.recipes.task import Place
     from torch_lawa.reporting.figures import save_demo_figure
 
-    data = digits.load_data(config)
-    for name in _FILES:  # of an earlier demo: `_check` has seen to that
-        (output / name).unlink(missing_ok=True)
+    _clear(output)
     output.mkdir(parents=True, exist_ok=True)
     _write_json(output / _CONFIG, _describe(config, seeds))
-    metrics_path = output / _METRICS
-    with (
-        MetricsWriter(metrics_path) as metrics,
-        show_progress(seeds, config.epochs, k=config.k, as_json=as_json) as view,
-    ):
-        for seed in seeds:
-            averaged = digits.train(
-                config, data, seed=seed, metrics=metrics, on_epoch=view.on_epoch
-            )
+    folders = [RunFolder(output / f"seed-{seed}") for seed in seeds]
+    with show_progress(seeds, config.epochs, k=config.ks[0], as_json=as_json) as view:
+        for seed, folder in zip(seeds, folders, strict=True):
+            plan = RunPlan(config=config, seed=seed)
+            folder.write_plan(plan, {})
+            if not train(plan, folder, Place(), watcher=view).finished:
+                return False
             view.on_seed_done()
-            if seed == seeds[0]:
-                notes = {"recipe": "digits", "seed": str(seed), "k": str(config.k)}
-                save_tensors(output / _MODEL, averaged, metadata=notes)
-    rows = read_metrics(metrics_path)
+    rows = [row for folder in folders for row in read_metrics(folder.metrics)]
     try:
         save_demo_figure(rows, output / _FIGURE)
         note = None
     except LawaError as error:
         note = str(error)
-    files = [name for name in (_METRICS, _CONFIG, _MODEL, _FIGURE) if (output / name).exists()]
+    files = [_CONFIG, _FIGURE, *(folder.path.name for folder in folders)]
     summary = Summary(
-        rows, output, files, k=config.k, seconds=time.perf_counter() - begin, note=note
+        rows,
+        output,
+        [name for name in files if (output / name).exists()],
+        k=config.ks[0],
+        seconds=time.perf_counter() - begin,
+        note=note,
     )
     if as_json:
         click.echo(json.dumps(summary.as_dict()))
     else:
         summary.show()
+    return True
 
 
 def _check(output: Path, overwrite: bool) -> None:
     """Refuse a folder that holds a run, unless it is a demo's and may be replaced."""
-    there = [name for name in _FILES if (output / name).exists()]
-    if not there:
-        return
-    if not _is_demo(output / _CONFIG):
+    if (output / _CONFIG).exists():
+        if not overwrite:
+            raise LawaError(
+                f"{output} already holds a demo: pass --overwrite to replace it, or choose another "
+                "folder with -o."
+            )
+    elif there := [path.name for path in (output / _FIGURE, *output.glob(_RUNS)) if path.exists()]:
         raise LawaError(
-            f"{output} holds {', '.join(there)} of another run, which the demo does not replace: "
-            "choose another folder with -o."
-        )
-    if not overwrite:
-        raise LawaError(
-            f"{output} already holds a demo: pass --overwrite to replace it, or choose another "
-            "folder with -o."
+            f"{output} holds {', '.join(sorted(there))} of something else, which the demo does not "
+            "replace: choose another folder with -o."
         )
 
 
-def _is_demo(path: Path) -> bool:
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and config.get("run") == "lawa demo"
+def _clear(output: Path) -> None:
+    """Remove an earlier demo; `_check` has seen that it is one."""
+    from torch_lawa.recipes.run_folder import RunFolder
+
+    for path in output.glob(_RUNS):
+        RunFolder(path).clear()
+        with contextlib.suppress(OSError):  # something of somebody else's is in it
+            path.rmdir()
+    (output / _FIGURE).unlink(missing_ok=True)
+    (output / _CONFIG).unlink(missing_ok=True)
 
 
 def _describe(config: "DigitsConfig", seeds: list[int]) -> dict[str, Any]:
@@ -160,7 +161,7 @@ def _describe(config: "DigitsConfig", seeds: list[int]) -> dict[str, Any]:
     return {
         "run": "lawa demo",
         "recipe": "digits",
-        "command": f"lawa demo --seed {seeds[0]} --k {config.k} --epochs {config.epochs}",
+        "command": f"lawa demo --seed {seeds[0]} --k {config.ks[0]} --epochs {config.epochs}",
         "seeds": seeds,
         "hyperparameters": dataclasses.asdict(config),
         "versions": {

@@ -12,13 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from torch_lawa.core.records import Row
+from torch_lawa.recipes.loop import Watcher
 
 __all__ = ["AVERAGED_STYLE", "RAW_STYLE", "Progress", "show_progress"]
 
 RAW_STYLE, AVERAGED_STYLE = "dark_orange", "dodger_blue1"
 
 
-class Progress:
+class Progress(Watcher):
     """Raw and averaged weights side by side, a line for each seed, updated in place."""
 
     def __init__(self, console: Console, seeds: Sequence[int], epochs: int) -> None:
@@ -27,7 +28,7 @@ class Progress:
         self._begin = time.monotonic()
         self._seed_begin = self._begin
 
-    def on_epoch(self, rows: list[Row]) -> None:
+    def on_rows(self, rows: list[Row]) -> None:
         """Take the rows of one more epoch."""
         self._rows[rows[0]["seed"]] = rows
 

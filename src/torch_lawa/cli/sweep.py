@@ -29,6 +29,11 @@ An evaluator is a function that takes a state dict and returns named values:
   def evaluate(state_dict):
       model.load_state_dict(state_dict)
       return {"val_loss": ...}
+
+The windows of a run of `lawa train --save-trajectory`, evaluated as the run did:
+
+\b
+  lawa sweep RUN/trajectory --k 3,6,10 --evaluator RUN
 """
 
 
@@ -39,7 +44,11 @@ An evaluator is a function that takes a state dict and returns named values:
 @click.option("--from", "start", type=int, metavar="STEP", help="No checkpoint before this step.")
 @click.option("--to", "stop", type=int, metavar="STEP", help="No checkpoint after this step.")
 @click.option("--every", type=int, metavar="N", help="Only steps that are multiples of N.")
-@click.option("--evaluator", metavar="MODULE:FUNCTION", help="Called with each result.")
+@click.option(
+    "--evaluator",
+    metavar="MODULE:FUNCTION",
+    help="Called with each result; or the folder of a `lawa train` run, to evaluate as it did.",
+)
 @click.option(
     "--metrics",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -137,10 +146,17 @@ def _numbers(text: str, option: str) -> list[int]:
 
 
 def _load(name: str) -> Callable[[Any], Mapping[str, Any]]:
-    """`package.module:function`, looked for in the current folder first; or a recipe's name."""
+    """`package.module:function`, looked for in the current folder first; or a run's folder."""
+    if (Path(name) / "config.json").is_file():
+        from torch_lawa.recipes.replay import RunEvaluator
+
+        return RunEvaluator(Path(name))
     module, _, function = name.partition(":")
     if not function:
-        module, function = f"torch_lawa.recipes.{name}", "evaluate_state"
+        raise click.BadParameter(
+            f"{name!r} is neither package.module:function nor the folder of a `lawa train` run",
+            param_hint="--evaluator",
+        )
     sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), function)

@@ -175,6 +175,7 @@ class Cifar100Config(TrainConfig):
         "learning_rate": 0.05,
         "ks": (2, 3),
         "calibration_batches": 2,
+        "variants_every": 1,
         "width": 4,
     }
 
@@ -188,6 +189,10 @@ class Cifar100Config(TrainConfig):
     batch_norm: tuple[str, ...] = _(
         ("re-estimated", "copied"),
         "BatchNorm statistics of an average: re-estimated, copied, or both.",
+    )
+    calibration_batches: int = _(10, "Batches of training data that re-estimate BatchNorm. Ours.")
+    variants_every: int = _(
+        5, "Evaluate all but the first average only at every so many evaluations, and the last."
     )
     width: int = _(64, "Channels of the first stage.")
     padding: int = _(4, "Ours: pixels around an image before a random crop (and a random flip).")

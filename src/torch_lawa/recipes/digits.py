@@ -26,73 +26,23 @@ statistics it is 17, 14 and 15, part of which is not averaging's doing. Copied s
 average while the learning rate is high: its loss was above the raw one in 82 of 135 epochs.
 """
 
-import contextlib
-import functools
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_lawa.averager import LatestWeightAverager
-from torch_lawa.batch_norm import recalibrate_batch_norm
-from torch_lawa.core.records import MetricsWriter, Row
-from torch_lawa.errors import ConfigError, LawaError
-from torch_lawa.evaluation import evaluate_side_by_side
+from torch_lawa.errors import LawaError
+from torch_lawa.recipes.configs import DigitsConfig
+from torch_lawa.recipes.task import Batch, Place, seeded
 
-__all__ = [
-    "Digits",
-    "DigitsConfig",
-    "build_model",
-    "evaluate",
-    "evaluate_state",
-    "load_data",
-    "train",
-]
+__all__ = ["Digits", "DigitsTask", "build_model", "evaluate", "load_data", "make_task"]
 
 _SPLIT_SEED = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class DigitsConfig:
-    """What one run is made of.
-
-    >>> DigitsConfig(epochs=3)
-    Traceback (most recent call last):
-    torch_lawa.errors.ConfigError: epochs=3 with k=6: the window would never be full. ...
-    """
-
-    k: int = 6
-    epochs: int = 50
-    batch_size: int = 32
-    learning_rate: float = 0.2
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    width: int = 16
-    max_shift: int = 1
-    noise: float = 0.3
-    test_fraction: float = 0.5
-
-    def __post_init__(self) -> None:
-        for name in ("k", "epochs", "batch_size", "width"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1.")
-        for name in ("momentum", "weight_decay", "max_shift", "noise"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: must not be negative.")
-        if not self.learning_rate > 0:
-            raise ConfigError(f"learning_rate={self.learning_rate}: must be positive.")
-        if not 0.0 < self.test_fraction < 1.0:
-            raise ConfigError(f"test_fraction={self.test_fraction}: must lie between 0 and 1.")
-        if self.epochs < self.k:
-            raise ConfigError(
-                f"epochs={self.epochs} with k={self.k}: the window would never be full. "
-                "Train for at least k epochs, or lower k."
-            )
+_CALIBRATION_EPOCH = 2**31  # none that a run gets to
 
 
 @dataclass(frozen=True)
@@ -168,125 +118,69 @@ def evaluate(model: nn.Module, data: Digits) -> dict[str, float]:
     }
 
 
-def evaluate_state(state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Evaluate weights of this recipe by themselves: `lawa sweep RUN --evaluator digits`.
+class DigitsTask:
+    """The digits as a `Task`."""
 
-    BatchNorm statistics are re-estimated, for raw and averaged weights alike.
-    """
-    config = DigitsConfig(width=len(state["0.weight"]))
-    data, model = _default_data(), build_model(config)
-    model.load_state_dict(state)
-    with _one_thread():
-        recalibrate_batch_norm(model, _batches(config, data, torch.Generator().manual_seed(0)))
-        with torch.no_grad():
-            values = evaluate(model.eval(), data)
-    return {**values, "batch_norm": "re-estimated"}
-
-
-@functools.cache
-def _default_data() -> Digits:
-    return load_data(DigitsConfig())
-
-
-def train(
-    config: DigitsConfig,
-    data: Digits,
-    *,
-    seed: int,
-    metrics: MetricsWriter | None = None,
-    on_epoch: Callable[[list[Row]], None] | None = None,
-) -> dict[str, Tensor]:
-    """Train one seed; returns the last average, its BatchNorm statistics re-estimated.
-
-    Each epoch ends with a snapshot and with rows for the raw weights (BatchNorm statistics
-    running, and re-estimated) and for the average (re-estimated, and copied). The same seed gives
-    the same values.
-    """
-    with _one_thread(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return _train(config, data, seed, metrics, on_epoch or (lambda rows: None))
-
-
-def _train(
-    config: DigitsConfig,
-    data: Digits,
-    seed: int,
-    metrics: MetricsWriter | None,
-    on_epoch: Callable[[list[Row]], None],
-) -> dict[str, Tensor]:
-    model = build_model(config)
-    optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=config.learning_rate,
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-    )
-    num_steps = config.epochs * (len(data.train_images) // config.batch_size)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: 0.5 * (1.0 + math.cos(math.pi * step / max(num_steps, 1)))
-    )
-    averager = LatestWeightAverager(k=config.k)
-    # The batches of the first epoch, kept, so that every average sees the same ones.
-    calibration = list(_batches(config, data, torch.Generator().manual_seed(seed)))
-    generator = torch.Generator().manual_seed(seed)
-    train_seconds = collect_seconds = 0.0
-    for epoch in range(1, config.epochs + 1):
-        begin = time.perf_counter()
-        model.train()
-        for images, labels in _batches(config, data, generator):
-            optimizer.zero_grad()
-            torch.autograd.backward(F.cross_entropy(model(images), labels))
-            optimizer.step()
-            scheduler.step()
-        trained = time.perf_counter()
-        averager.collect(model, step=epoch)
-        train_seconds += trained - begin
-        collect_seconds += time.perf_counter() - trained
-        rows = evaluate_side_by_side(
-            model,
-            averager,
-            lambda model: evaluate(model, data),
-            metrics=metrics,
-            labels={
-                "seed": seed,
-                "epoch": epoch,
-                "step": scheduler.last_epoch,
-                "train_seconds": train_seconds,
-                "collect_seconds": collect_seconds,
-            },
-            batch_norm=["re-estimated", "copied"],
-            loader=calibration,
+    def __init__(self, config: DigitsConfig, data: Digits, *, seed: int, place: Place) -> None:
+        self._config, self._seed, self._place = config, seed, place
+        device = place.device
+        self._data = Digits(
+            data.train_images.to(device),
+            data.train_labels.to(device),
+            data.test_images.to(device),
+            data.test_labels.to(device),
         )
-        on_epoch(rows)
-    with averager.swapped_into(model):
-        recalibrate_batch_norm(model, calibration)
-        return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        self.num_batches = len(data.train_images) // config.batch_size
+        # The same ones for every average.
+        num_calibration = min(config.calibration_batches, self.num_batches)
+        self._calibration = [
+            self._batch(_CALIBRATION_EPOCH, i, rank=0) for i in range(num_calibration)
+        ]
 
+    def build_model(self) -> nn.Module:
+        """A fresh net."""
+        return build_model(self._config)
 
-def _batches(
-    config: DigitsConfig, data: Digits, generator: torch.Generator
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """One epoch in random order, each image shifted by up to a pixel and with a little noise."""
-    shift, size = config.max_shift, data.train_images.shape[-1]
-    blank = float(data.train_images.min())
-    order = torch.randperm(len(data.train_images), generator=generator)
-    # The few images left over make no batch: BatchNorm would see too little in it.
-    for start in range(0, len(order) - config.batch_size + 1, config.batch_size):
-        chosen = order[start : start + config.batch_size]
+    def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
+        """One epoch in random order, each image shifted by up to a pixel, a little noise added."""
+        share = self._place.share(self._config.batch_size)
+        # The few images left over make no batch: BatchNorm would see too little in it.
+        for i in range(first, self.num_batches):
+            yield self._batch(epoch, i, self._place.rank, share)
+
+    def calibration(self) -> Sequence[Batch]:
+        """Batches as in training."""
+        return self._calibration
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Cross-entropy."""
+        images, labels = batch
+        return F.cross_entropy(model(images).float(), labels)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """On the held-out half; it is small, so every process takes all of it."""
+        return evaluate(model, self._data)
+
+    def _batch(
+        self, epoch: int, number: int, rank: int, share: slice = slice(None)
+    ) -> tuple[Tensor, Tensor]:
+        data, size, shift = self._data, self._config.batch_size, self._config.max_shift
+        cpu = torch.device("cpu")
+        order = torch.randperm(len(data.train_images), generator=seeded(cpu, self._seed, epoch))
+        chosen = order[number * size : (number + 1) * size][share].to(self._place.device)
+        generator = seeded(cpu, self._seed, epoch, number, rank)
+        pixels = data.train_images.shape[-1]
+        blank = float(data.train_images.min())
         padded = F.pad(data.train_images[chosen], [shift] * 4, value=blank)
-        views = padded.unfold(2, size, 1).unfold(3, size, 1)
+        views = padded.unfold(2, pixels, 1).unfold(3, pixels, 1)
         down, right = torch.randint(2 * shift + 1, (2, len(chosen)), generator=generator)
         images = views[torch.arange(len(chosen)), :, down, right]
-        noise = torch.randn(images.shape, generator=generator)
-        yield images + config.noise * noise, data.train_labels[chosen]
+        noise = torch.randn(images.shape, generator=generator).to(images)
+        return images + self._config.noise * noise, data.train_labels[chosen]
 
 
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Threads cost more than they bring at this size, and their number would change the bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def make_task(
+    config: DigitsConfig, data: Path | None, *, seed: int, place: Place, smoke: bool
+) -> DigitsTask:
+    """The recipe; its data come with scikit-learn, so `data` is not looked at."""
+    return DigitsTask(config, load_data(config), seed=seed, place=place)

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 
@@ -83,13 +84,17 @@ def repeatable(num_threads: int | None) -> Iterator[None]:
 
 
 class StopSignal:
-    """Notices Ctrl-C and SIGTERM; the second Ctrl-C stops at once.
+    """Notices Ctrl-C and SIGTERM; a second one, later, stops at once.
 
-    The loop asks `pending` after each step, so that what it saves is a whole step.
+    The loop asks `pending` after each step, so that what it saves is a whole step. A launcher may
+    pass on what the terminal has sent already: a signal right after the first is the same one.
     """
+
+    _SAME_SECONDS = 2.0
 
     def __init__(self) -> None:
         self.pending = False
+        self._at = 0.0
 
     def __enter__(self) -> "StopSignal":
         self._before = {}
@@ -103,6 +108,7 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
-        if self.pending:
+        if self.pending and time.monotonic() - self._at > self._SAME_SECONDS:
             raise KeyboardInterrupt
-        self.pending = True
+        if not self.pending:
+            self.pending, self._at = True, time.monotonic()

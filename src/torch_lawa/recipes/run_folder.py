@@ -144,12 +144,13 @@ class RunFolder:
         """Add a checkpoint to the trajectory, for `lawa sweep` and its kin."""
         self.trajectory.mkdir(exist_ok=True)
         notes = {"step": str(step), "epoch": f"{epoch:g}"}
-        save_tensors(self.trajectory / f"step-{step:08d}.safetensors", tensors, metadata=notes)
+        at = f"-epoch-{epoch:g}" if epoch == int(epoch) else ""
+        save_tensors(self.trajectory / f"step-{step:08d}{at}.safetensors", tensors, notes)
 
     def cut_trajectory(self, step: int) -> None:
         """Drop snapshots later than `step`: the resumed run takes them again."""
         for path in self.trajectory.glob("step-*.safetensors"):
-            if int(path.stem.removeprefix("step-")) > step:
+            if int(path.stem.split("-")[1]) > step:
                 path.unlink()
 
 

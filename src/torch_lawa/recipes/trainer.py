@@ -32,7 +32,9 @@ _AGREE_EVERY = 10  # steps after which several processes ask each other whether 
 class Trainer:
     """Model, optimizer and averager of one run, and how far they are."""
 
-    def __init__(self, plan: RunPlan, task: Task, place: Place, *, compile: bool | None) -> None:
+    def __init__(
+        self, plan: RunPlan, task: Task, place: Place, *, compile: bool | None = None
+    ) -> None:
         self.plan, self.task, self.place = plan, task, place
         self.config = config = plan.config
         self.num_steps = config.epochs * task.num_batches
@@ -90,7 +92,7 @@ class Trainer:
         self.optimizer.zero_grad()
         parts = _split(batch, self.config.micro_batch_size)
         for i, part in enumerate(parts):
-            with self._apart(last=i == len(parts) - 1), self._autocast():
+            with self._apart(last=i == len(parts) - 1), self.autocast():
                 loss = self.task.loss(self.trained, part) / len(parts)
             with self._apart(last=i == len(parts) - 1):
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -116,7 +118,7 @@ class Trainer:
         number = self.step // (self.interval * config.evaluate_every)
         last = self.step == self.num_steps
         whole = number % config.variants_every == 0 or last
-        with self._autocast():
+        with self.autocast():
             return evaluate_side_by_side(
                 self.model,
                 self.averager,
@@ -140,7 +142,7 @@ class Trainer:
         """The first average, its BatchNorm statistics re-estimated."""
         k, rule = _averages(self.config)[0]
         with self.averager.swapped_into(self.model, k, coefficients=rule):
-            with self._autocast():
+            with self.autocast():
                 recalibrate_batch_norm(self.model, self.task.calibration())
             notes = {"recipe": self.config.recipe, "seed": str(self.plan.seed), "k": str(k)}
             save_tensors(path, self.model.state_dict(), {**notes, "step": str(self.step)})
@@ -211,7 +213,8 @@ class Trainer:
         if self.place.device.type == "cuda":
             torch.cuda.synchronize(self.place.device)
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """bfloat16 where it is fast."""
         if self.place.device.type != "cuda":
             return contextlib.nullcontext()
         return torch.autocast("cuda", torch.bfloat16)
