@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 from torch_lawa.core.records import Row
 from torch_lawa.errors import FormatError
 
-__all__ = ["Axis", "Curve", "Metric", "curve_of", "in_order", "moment_of"]
+__all__ = ["Axis", "Curve", "Metric", "curve_of", "in_order", "moment_of", "shared_looks"]
 
 Axis: TypeAlias = Literal["epoch", "step", "seconds", "gpu_hours"]
 
@@ -99,6 +99,22 @@ def in_order(rows: Iterable[Row]) -> list[Row]:
     """
     latest = {moment_of(row): row for row in rows}
     return [latest[moment] for moment in sorted(latest)]
+
+
+def shared_looks(own: Sequence[float], other: Sequence[float]) -> set[float]:
+    """The moments of one series that count when it is held against another one.
+
+    Who looks more often is sooner seen to reach a value, by up to the other's interval. So between
+    the first and the last look at the other series, only moments at which both were looked at
+    count. All count where there is no such moment.
+
+    >>> sorted(shared_looks(own=[1, 2, 3, 4, 5, 6, 7], other=[2, 4, 6]))
+    [1, 2, 4, 6, 7]
+    """
+    if not set(own) & set(other):
+        return set(own)
+    first, last, both = other[0], other[-1], set(other)
+    return {moment for moment in own if moment in both or not first <= moment <= last}
 
 
 def curve_of(rows: Iterable[Row], usual: Iterable[Row], metric: Metric, axis: Axis) -> Curve:

@@ -5,14 +5,22 @@ is what was evaluated in it: raw weights, or the average of one window with one 
 coefficients, by how BatchNorm statistics were made.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from torch_lawa.core.records import Row
-from torch_lawa.reporting.curves import Axis, Curve, Metric, curve_of, in_order, moment_of
+from torch_lawa.reporting.curves import (
+    Axis,
+    Curve,
+    Metric,
+    curve_of,
+    in_order,
+    moment_of,
+    shared_looks,
+)
 from torch_lawa.reporting.reading import read_rows
 
 __all__ = ["Run", "Series", "load_runs", "metrics_of"]
@@ -116,13 +124,36 @@ class Run:
         seeds = self.seeds if seed is ... else (seed,)
         return [row for each in seeds for row in self._sorted.get((series, each), ())]
 
-    def curves(self, series: Series, metric: Metric, axis: Axis = "epoch") -> dict[Any, Curve]:
-        """By seed, one metric of one series; seeds without a value in it are left out."""
-        curves = {
-            seed: curve_of(self.rows_of(series, seed), self.rows_of(Series(), seed), metric, axis)
+    def moments(self, series: Series, metric: Metric) -> dict[Any, list[float]]:
+        """By seed, when the series was evaluated for a metric, in order."""
+        found = {
+            seed: [moment_of(row) for row in self.rows_of(series, seed) if metric.name in row]
             for seed in self.seeds
         }
-        return {seed: curve for seed, curve in curves.items() if curve.at}
+        return {seed: moments for seed, moments in found.items() if moments}
+
+    def curves(
+        self,
+        series: Series,
+        metric: Metric,
+        axis: Axis = "epoch",
+        *,
+        at: Mapping[Any, Collection[float]] | None = None,
+    ) -> dict[Any, Curve]:
+        """By seed, one metric of one series; seeds without a value in it are left out.
+
+        With `at`, only what was evaluated at those moments counts, for seeds that it names: as if
+        nobody had looked, or paid, at any other.
+        """
+        curves = {}
+        for seed in self.moments(series, metric):
+            own, usual = self.rows_of(series, seed), self.rows_of(Series(), seed)
+            if at is not None and seed in at:
+                kept = shared_looks([moment_of(row) for row in usual], sorted(at[seed]))
+                own = [row for row in own if moment_of(row) in at[seed]]
+                usual = [row for row in usual if moment_of(row) in kept]
+            curves[seed] = curve_of(own, usual, metric, axis)
+        return curves
 
     def has(self, series: Series, metric: Metric) -> bool:
         """Whether some row of the series holds the metric."""

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch_lawa.core.records import Row
 from torch_lawa.errors import ConfigError, FormatError
-from torch_lawa.reporting.curves import Axis, Curve, Metric
+from torch_lawa.reporting.curves import Axis, Curve, Metric, shared_looks
 from torch_lawa.reporting.runs import Run, Series
 
 __all__ = [
@@ -251,6 +251,9 @@ def compare_series(
 ) -> Comparison:
     """One series against another, of the same run or of two, over the seeds that both have.
 
+    Where one was evaluated more often than the other, only evaluations of both count (see
+    `shared_looks`): looking more often must not pass for a saving.
+
     >>> sgd, lookahead = (
     ...     Run("toy", name, tuple({"epoch": e, "weights": w, "k": k, "loss": loss}
     ...         for w, k, losses in (("raw", None, raw), ("averaged", 2, mean))
@@ -262,10 +265,13 @@ def compare_series(
     >>> compare_series((lookahead, Series()), (sgd, lawa), loss).headline.saved
     1.0
     """
-    raw_curves = baseline[0].curves(baseline[1], metric, axis)
-    averaged_curves = averaged[0].curves(averaged[1], metric, axis)
-    shared = {seed: curve for seed, curve in averaged_curves.items() if seed in raw_curves}
-    return Comparison(metric, axis, raw_curves, shared)
+    raw, own = baseline[0].moments(baseline[1], metric), averaged[0].moments(averaged[1], metric)
+    both = [seed for seed in own if seed in raw]
+    raw_at = {seed: shared_looks(raw[seed], own[seed]) for seed in both}
+    own_at = {seed: shared_looks(own[seed], raw[seed]) for seed in both}
+    raw_curves = baseline[0].curves(baseline[1], metric, axis, at=raw_at)
+    own_curves = averaged[0].curves(averaged[1], metric, axis, at=own_at)
+    return Comparison(metric, axis, raw_curves, {seed: own_curves[seed] for seed in both})
 
 
 def baseline_of(run: Run, averaged: Series, metric: Metric, how: Baseline) -> Series | None:

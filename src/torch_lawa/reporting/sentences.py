@@ -3,18 +3,19 @@
 No sentence is written for effect: each says what some rows of the metrics show.
 """
 
+import itertools
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch_lawa.reporting.curves import Curve
 from torch_lawa.reporting.runs import Run, Series
-from torch_lawa.reporting.savings import Axis, Comparison, Metric
-from torch_lawa.reporting.summary import MainRow, RecipeReport, TargetSaving, WindowRow
+from torch_lawa.reporting.savings import Axis, Line, Metric
+from torch_lawa.reporting.summary import MainRow, RecipeReport, WindowRow
 from torch_lawa.reporting.wording import (
     say_axis,
     say_difference,
     say_number,
+    say_saved,
     say_stretches,
 )
 
@@ -25,19 +26,24 @@ def where_it_lost(
     metric: Metric, axis: Axis, main: Sequence[MainRow], windows: Sequence[WindowRow]
 ) -> tuple[str, ...]:
     """Where the averages were behind, run by run: the default one first, then the others."""
+    runs = dict.fromkeys(row.run for row in windows)
     said = []
-    for run in dict.fromkeys(row.run for row in windows):
+    for run in runs:
+        prefix = f"{run}, " if len(runs) > 1 else ""
         own = [row for row in windows if row.run == run]
-        for row in own:
-            if row.default:
-                said.append(_behind(run, metric, axis, row))
-        said += [s for row in main if row.averaged_run == run for s in _late(row)]
-        said += _others(run, axis, [row for row in own if not row.default])
-    return tuple(said)
+        said += [_behind(prefix, metric, axis, row) for row in own if row.default]
+        said += [_late(prefix, row) for row in _once([r for r in main if r.averaged_run == run])]
+        said += _others(prefix, axis, [row for row in own if not row.default])
+    return tuple(sentence for sentence in said if sentence)
 
 
-def _behind(run: str, metric: Metric, axis: Axis, row: WindowRow) -> str:
-    who = f"{run}, {row.series.label}"
+def _once(rows: Sequence[MainRow]) -> list[MainRow]:
+    """The first row against each run, which is the one with BatchNorm treated alike."""
+    return list({row.baseline_run: row for row in reversed(rows)}.values())[::-1]
+
+
+def _behind(prefix: str, metric: Metric, axis: Axis, row: WindowRow) -> str:
+    who = f"{prefix}{row.series.label}"
     share = f"{row.num_behind} of {row.num_compared} evaluations of all seeds"
     if not row.behind:
         scattered = f" ({share} were)" if row.num_behind else ""
@@ -50,83 +56,75 @@ def _behind(run: str, metric: Metric, axis: Axis, row: WindowRow) -> str:
     )
 
 
-def _late(row: MainRow) -> list[str]:
+def _late(prefix: str, row: MainRow) -> str:
     """Where the average came later to a value of the baseline's own, or never."""
-    if row.against == "usual":
-        return []
-    who = f"{row.averaged_run}, {row.averaged.label}"
-    other = "its" if row.baseline_run == row.averaged_run else f"{row.baseline_run},"
-    whose = f"of {other} {row.baseline.label}"
-    said = []
+    same = row.baseline_run == row.averaged_run
+    whose = "its" if same else f"{row.baseline_run}'s"
+    parts = []
     if row.headline is None and row.unmatched is None:
-        said.append(f"{who}: never ahead of the value {whose}, so there is no saving.")
+        parts.append(f"never ahead of {whose} raw weights, so there is no saving")
     for name, saving in (("final", row.final), ("best", row.best)):
         never = sum(s.averaged_at is None for s in saving.by_seed)
         later = sum(s.saved is not None and s.saved < 0 for s in saving.by_seed)
-        parts = [f"later in {later}"] * bool(later) + [f"never in {never}"] * bool(never)
-        if parts:
-            seeds = "seed" if saving.num_seeds == 1 else "seeds"
-            said.append(
-                f"{who}: came to the {name} value {whose} {' and '.join(parts)} of "
-                f"{saving.num_seeds} {seeds}{_by_seed(saving, row.axis)}."
-            )
-    return said
+        if not never and not later:
+            continue
+        times = [f"later in {later}"] * bool(later) + [f"never in {never}"] * bool(never)
+        seeds = f"{saving.num_seeds} seed{'s' if saving.num_seeds > 1 else ''}"
+        saved = ", ".join(say_saved(s.saved) for s in saving.by_seed)
+        by_seed = f" ({say_axis(row.axis)} saved by seed: {saved})" if later else ""
+        parts.append(
+            f"reached the {name} value of {whose} raw weights {' and '.join(times)} of {seeds}"
+            f"{by_seed}"
+        )
+    return f"{prefix}{row.averaged.label}: {'; '.join(parts)}." if parts else ""
 
 
-def _by_seed(saving: TargetSaving, axis: Axis) -> str:
-    saved = ["never" if s.saved is None else say_number(s.saved) for s in saving.by_seed]
-    return f" ({say_axis(axis)} saved by seed: {', '.join(saved)})"
-
-
-def _others(run: str, axis: Axis, rows: Sequence[WindowRow]) -> list[str]:
-    if not rows:
-        return []
+def _others(prefix: str, axis: Axis, rows: Sequence[WindowRow]) -> list[str]:
     lost = [
         f"{row.series.label} at {say_stretches(row.behind, axis)}" for row in rows if row.behind
     ]
     never = [row.series.label for row in rows if not row.behind]
     said = []
     if lost:
-        said.append(f"{run}, other averages behind in most seeds: {'; '.join(lost)}.")
+        said.append(f"{prefix}other averages behind in most seeds: {'; '.join(lost)}.")
     if never:
-        said.append(f"{run}, other averages never behind in most seeds: {'; '.join(never)}.")
+        said.append(f"{prefix}other averages at no time behind in most seeds: {'; '.join(never)}.")
     return said
 
 
-def limits_of(compared: Comparison, seeds: Sequence[Any]) -> tuple[str, ...]:
+def limits_of(baseline: Line, averaged: Line, metric: Metric, axis: Axis) -> tuple[str, ...]:
     """What limits one comparison: seeds that only one has, ends and intervals that differ."""
-    axis = compared.axis
+    raw, own = (run.curves(series, metric, axis) for run, series in (baseline, averaged))
     said = []
-    alone = [
-        seed
-        for seed in {**compared.baseline, **dict.fromkeys(seeds)}
-        if seed not in compared.averaged
-    ]
+    alone = [str(seed) for seed in {**raw, **own} if seed not in raw or seed not in own]
     if alone:
-        names = ", ".join(map(str, alone))
-        said.append(f"Only one of the two has seed {names}: left out.")
-    pairs = [(compared.baseline[seed], curve) for seed, curve in compared.averaged.items()]
-    gaps = [(_interval(raw), _interval(averaged)) for raw, averaged in pairs]
+        said.append(f"Only one of the two has seed {', '.join(alone)}: left out.")
+    pairs = [(raw[seed], curve) for seed, curve in own.items() if seed in raw]
+    gaps = [(_interval(a), _interval(b)) for a, b in pairs]
     differ = [(a, b) for a, b in gaps if a is not None and b is not None and a != b]
     if differ:
-        raw, averaged = (say_number(gap) for gap in differ[0])
+        a, b = differ[0]
         said.append(
-            f"The baseline was evaluated every {raw} {say_axis(axis)}, the average every "
-            f"{averaged}: where each first reached a value is known no closer than that."
+            f"The baseline was evaluated every {_every(a, axis)}, the average every "
+            f"{_every(b, axis)}: only evaluations that both have count here, and where each first "
+            "reached a value is known no closer than that."
         )
-    ends = [(raw.at[-1], averaged.at[-1]) for raw, averaged in pairs]
-    if any(a != b for a, b in ends):
-        a, b = next((a, b) for a, b in ends if a != b)
+    ends = [(a.at[-1], b.at[-1]) for a, b in pairs if a.at[-1] != b.at[-1]]
+    if ends:
         said.append(
-            f"The baseline ended at {say_axis(axis, 1)} {say_number(a)}, the average at "
-            f"{say_number(b)}."
+            f"The baseline ended at {say_axis(axis, 1)} {say_number(ends[0][0])}, the average at "
+            f"{say_number(ends[0][1])}."
         )
     return tuple(said)
 
 
+def _every(gap: float, axis: Axis) -> str:
+    return say_axis(axis, 1) if gap == 1 else f"{say_number(gap)} {say_axis(axis)}"
+
+
 def _interval(curve: Curve) -> float | None:
     """The usual distance from one evaluation to the next."""
-    gaps = [b - a for a, b in zip(curve.at, curve.at[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(curve.at)]
     return round(statistics.median(gaps), 6) if gaps else None
 
 
@@ -166,7 +164,8 @@ def how_it_was_counted(recipes: Sequence[RecipeReport]) -> tuple[str, ...]:
     return (
         "A series reaches a value at the first evaluation where it is as good or better. Once is "
         "enough, for raw and averaged weights alike: somebody who watches the run would have "
-        "stopped there. Noise therefore helps whichever series is noisier.",
+        "stopped there. Noise therefore helps whichever series is noisier. Where one was evaluated "
+        "more often than the other, only evaluations that both have count.",
         "The saving at a value is what the baseline took to reach it, minus what the averaged "
         "weights took, seed by seed; then the mean, the standard deviation and the range over "
         "the seeds in which both got there.",

@@ -143,7 +143,7 @@ def _main_row(
         num_behind=outcome.num_behind,
         num_compared=outcome.num_compared,
         curve=outcome.curve,
-        notes=limits_of(outcome.compared, averaged[0].seeds),
+        notes=limits_of(baseline, averaged, metric, axis),
     )
 
 

@@ -148,8 +148,16 @@ class MainRow:
     @property
     def label(self) -> str:
         """Such as "sgd, k = 10 against raw"; another run's raw weights with its name."""
+        averaged, baseline, both = self.averaged.label, self.baseline.label, ""
+        treated = self.averaged.batch_norm
+        if treated is not None and treated == self.baseline.batch_norm:
+            averaged, baseline = (
+                dataclasses.replace(series, batch_norm=None).label
+                for series in (self.averaged, self.baseline)
+            )
+            both = f", both BatchNorm {treated}"
         other = "" if self.baseline_run == self.averaged_run else f"{self.baseline_run}, "
-        return f"{self.averaged_run}, {self.averaged.label} against {other}{self.baseline.label}"
+        return f"{self.averaged_run}, {averaged} against {other}{baseline}{both}"
 
 
 @dataclass(frozen=True, kw_only=True)

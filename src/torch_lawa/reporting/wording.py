@@ -5,7 +5,15 @@ from collections.abc import Sequence
 from torch_lawa.reporting.savings import Axis, Metric
 from torch_lawa.reporting.summary import Stretch
 
-__all__ = ["say_axis", "say_difference", "say_duration", "say_number", "say_stretches", "say_value"]
+__all__ = [
+    "say_axis",
+    "say_difference",
+    "say_duration",
+    "say_number",
+    "say_saved",
+    "say_stretches",
+    "say_value",
+]
 
 _SHOWN = 4  # stretches that are named one by one
 
@@ -46,6 +54,11 @@ def say_number(number: float | None) -> str:
     return f"{number:,.0f}" if whole else f"{number:,.1f}"
 
 
+def say_saved(number: float | None) -> str:
+    """What one seed saved; "never" where one of the two did not get there."""
+    return "never" if number is None else say_number(number)
+
+
 def say_axis(axis: Axis, number: float | None = None) -> str:
     """The name of what is counted, for that number of it.
 
@@ -57,10 +70,10 @@ def say_axis(axis: Axis, number: float | None = None) -> str:
 
 
 def say_duration(seconds: float | None) -> str:
-    """Seconds as h:min:s, min:s, or with one digit where they are few.
+    """Seconds as h:min:s, or with one digit where they are few.
 
-    >>> say_duration(3723.0), say_duration(83.0), say_duration(-4.25), say_duration(None)
-    ('1:02:03', '1:23', '-4.2 s', '-')
+    >>> say_duration(3723.0), say_duration(83.0), say_duration(-4.26), say_duration(None)
+    ('1:02:03', '0:01:23', '-4.3 s', '-')
     """
     if seconds is None:
         return "-"
@@ -69,7 +82,7 @@ def say_duration(seconds: float | None) -> str:
         return f"{sign}{left:.1f} s"
     minutes, whole = divmod(round(left), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{sign}{hours}:{minutes:02}:{whole:02}" if hours else f"{sign}{minutes}:{whole:02}"
+    return f"{sign}{hours}:{minutes:02}:{whole:02}"
 
 
 def say_stretches(stretches: Sequence[Stretch], axis: Axis) -> str:
