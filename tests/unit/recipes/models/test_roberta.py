@@ -98,6 +98,13 @@ def test_losses_and_hits_of_each_token() -> None:
     assert model(inputs, best, per_token=True)[1].all()
 
 
+def test_a_half_precision_model_has_a_float32_loss() -> None:
+    model = small().bfloat16().eval()
+    inputs, labels = batch()
+    losses, _ = model(inputs, labels, per_token=True)
+    assert model(inputs, labels).dtype == losses.dtype == torch.float32
+
+
 def test_fewer_labels_than_places_count_for_nothing() -> None:
     model = small(num_chosen=5)
     inputs, labels = batch(num_chosen=3)
