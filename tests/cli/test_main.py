@@ -1,6 +1,5 @@
 """The command itself: quick answers, exit codes, plain errors."""
 
-import json
 import re
 import subprocess
 import sys
@@ -41,6 +40,8 @@ def exit_code(arguments: list[str]) -> int:
         ["sweep", "--help"],
         ["watch", "--help"],
         ["inspect", "--help"],
+        ["train", "--help"],
+        ["train", "cifar100-resnet34", "--help"],
     ],
 )
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
@@ -105,19 +106,16 @@ def test_ctrl_c_is_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
 def test_an_earlier_demo_is_not_replaced_unasked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"run": "lawa demo"}))
+    (tmp_path / "demo.json").write_text("{}")
     assert exit_code(["demo", "-o", str(tmp_path)]) == 1
     assert "--overwrite" in capsys.readouterr().err
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["demo.json"]
 
 
-@pytest.mark.parametrize("config", [None, "{}", "[1]", "not json", '{"run": "another"}'])
-def test_another_run_is_never_replaced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str | None
-) -> None:
-    (tmp_path / "metrics.jsonl").write_text("precious\n")
-    if config is not None:
-        (tmp_path / "config.json").write_text(config)
+def test_another_run_is_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = tmp_path / "seed-0" / "metrics.jsonl"
+    metrics.parent.mkdir()
+    metrics.write_text("precious\n")
     assert exit_code(["demo", "-o", str(tmp_path), "--overwrite"]) == 1
-    assert "another run" in capsys.readouterr().err
-    assert (tmp_path / "metrics.jsonl").read_text() == "precious\n"
+    assert "seed-0 of something else" in capsys.readouterr().err
+    assert metrics.read_text() == "precious\n"

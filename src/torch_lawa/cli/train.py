@@ -26,7 +26,7 @@ __all__ = ["command"]
 
 @click.group("train")
 def command() -> None:
-    """Train a recipe of the paper, or its small version, with averaging inside.
+    """Train a recipe of the paper with averaging inside.
 
     Raw and averaged weights are evaluated side by side into RUN/metrics.jsonl; `lawa report RUN`
     shows what averaging saved. Ctrl-C saves a checkpoint; --resume goes on from it. Several GPUs:

@@ -1,0 +1,179 @@
+"""`lawa train`: options are the fields; runs are kept, resumed, replaced only when asked."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+from training import rows_of
+
+from torch_lawa.cli import main as cli
+from torch_lawa.cli.train import command
+from torch_lawa.recipes.configs import RECIPES
+
+LAWA = [sys.executable, "-m", "torch_lawa"]
+DIGITS = ["train", "digits", "--smoke", "--seed", "2"]
+
+
+def lawa(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(arguments))
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_field_is_an_option_with_its_default(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert lawa("train", recipe, "--dry-run") == 0
+    shown = json.loads(capsys.readouterr().out)
+    config = RECIPES[recipe]()
+    expected = json.loads(json.dumps(dataclasses.asdict(config)))
+    assert {name: shown[name] for name in expected} == expected
+    options = command.get_command(click.Context(command), recipe).params  # type: ignore[union-attr]
+    helps = {option.name: option.help for option in options if isinstance(option, click.Option)}
+    assert not [name for name in expected if name not in helps]
+
+
+def test_options_reach_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--learning-rate", "0.3", "--ks", "4,2", "--lookahead", "--schedule", "constant")
+    assert lawa("train", "digits", *words, "--nu", "7", "--dry-run") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["learning_rate"], shown["ks"], shown["nu"]) == (0.3, [4, 2], 7)
+    assert (shown["lookahead"], shown["schedule"]) == (True, "constant")
+
+
+def test_what_is_asked_for_goes_before_the_smoke_values(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert lawa("train", "cifar100-resnet34", "--smoke", "--epochs", "7", "--dry-run") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["epochs"], shown["width"]) == (7, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["no-such-recipe"], 2, "No such command"),
+        (["digits", "--ks", "two"], 2, "is not a list"),
+        (["digits", "--ks", "0"], 2, "ks=[0]"),
+        (["digits", "--learning-rate", "-1"], 2, "learning_rate=-1.0"),
+        (["digits", "--optimizer", "rmsprop"], 2, "rmsprop"),
+        (["digits", "--coefficients", "best"], 2, "coefficients 'best'"),
+        (["digits", "--device", "tpu"], 1, "cpu"),
+        (["cifar100-resnet34"], 1, "cifar-100-binary"),
+        (["imagenet-resnet50", "--data", "nowhere"], 1, "nowhere"),
+        (["wikitext103-roberta", "--data", "nowhere"], 1, "nowhere"),
+    ],
+)
+def test_mistakes_are_told(
+    words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert lawa("train", *words) == code
+    assert said in capsys.readouterr().err
+    assert not list(Path().rglob("metrics.jsonl"))
+
+
+def test_a_run_from_begin_to_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lawa(*DIGITS) == 0
+    shown = capsys.readouterr().out
+    assert "digits, sgd, seed 2: 4 epochs on cpu" in shown
+    assert "\nepoch 4  " in shown
+    run = Path("runs/digits-sgd-seed-2")
+    last = rows_of(run)[-1]
+    config = json.loads((run / "config.json").read_text())
+    assert (config["seed"], config["hyperparameters"]["width"]) == (2, 4)
+    assert last["epoch"] == 4
+
+    assert lawa(*DIGITS) == 1  # the run is there
+    assert "--resume" in capsys.readouterr().err
+    assert lawa(*DIGITS, "--resume") == 0
+    assert "It is finished" in capsys.readouterr().out
+    assert lawa(*DIGITS, "--resume", "--learning-rate", "0.1") == 1
+    assert "learning_rate was 0.2 and is 0.1" in capsys.readouterr().err
+    assert lawa(*DIGITS, "--overwrite", "--json") == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert rows[-1]["test_loss"] == last["test_loss"]
+
+
+def test_metrics_of_something_else_are_not_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine").mkdir()
+    Path("mine/metrics.jsonl").write_text("precious\n")
+    assert lawa(*DIGITS, "-o", "mine", "--overwrite") == 1
+    assert "something else" in capsys.readouterr().err
+    assert Path("mine/metrics.jsonl").read_text() == "precious\n"
+
+
+def test_a_sweep_of_the_trajectory_gives_the_rows_of_the_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert lawa(*DIGITS, "--ks", "2,3", "-o", "run", "--save-trajectory") == 0
+    words = ("--k", "2,3", "--evaluator", "run", "--metrics", "swept/metrics.jsonl")
+    assert lawa("sweep", "run/trajectory", *words) == 0
+    key = ("epoch", "step", "seed", "weights", "k", "batch_norm", "test_loss", "test_accuracy")
+    swept = {tuple(row[name] for name in key) for row in rows_of(Path("swept"))}
+    online = {tuple(row[name] for name in key) for row in rows_of(Path("run"))}
+    assert swept == {row for row in online if row[5] == "re-estimated"}
+    assert len(swept) == 4 + 3 + 2
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
+def test_ctrl_c_saves_and_resume_goes_on(tmp_path: Path) -> None:
+    long = ["train", "digits", "--epochs", "400", "-o", "run"]
+    process = subprocess.Popen(
+        [*LAWA, *long], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    try:
+        deadline = time.monotonic() + 120
+        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "--resume goes on from run/checkpoint.pt" in said
+    done = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert done["hyperparameters"]["epochs"] == 400
+    again = subprocess.Popen([*LAWA, *long, "--resume"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert again.stdout is not None
+        assert "digits" in again.stdout.readline()
+        assert "Resumed after step" in again.stdout.readline()
+    finally:
+        again.kill()
+        again.communicate()
+
+
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    """DDP under torchrun: every process sees its half; the net has no BatchNorm to differ by."""
+    words = ["train", "wikitext103-roberta", "--smoke", "--dropout", "0.0"]
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    for name, start in (("one", ["torch_lawa"]), ("two", [*torchrun, "torch_lawa"])):
+        done = subprocess.run(
+            [sys.executable, "-m", *start, *words, "-o", name],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr
+    one, two = rows_of(Path("one")), rows_of(Path("two"))
+    assert [row["num_devices"] for row in two] == [2] * len(one)
+    for a, b in zip(one, two, strict=True):
+        assert (a["step"], a["k"]) == (b["step"], b["k"])
+        # The masks of the two halves are drawn apart, so only about the same.
+        assert b["valid_loss"] == pytest.approx(a["valid_loss"], rel=0.1)
+    assert two[-1]["train_loss"] < two[0]["train_loss"]
