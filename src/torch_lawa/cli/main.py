@@ -20,7 +20,7 @@ _VERBS = {
     "sweep": "Average many windows of a run in one pass and evaluate them.",
     "inspect": "Show what a checkpoint holds, or how two differ.",
     "watch": "Follow a live run and write a new average when a checkpoint lands.",
-    "train": "Train a recipe of the paper, or its small version, with averaging inside.",
+    "train": "Train a recipe of the paper with averaging inside.",
     "report": "Show what averaging saved: tables, figures, one page.",
     "demo": "Train a small net on embedded data and show what averaging saved.",
 }
