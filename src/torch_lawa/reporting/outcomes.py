@@ -40,7 +40,8 @@ class Outcome:
     """An average against a baseline, on every axis that both runs know."""
 
     def __init__(self, baseline: Line, averaged: Line, metric: Metric, axis: Axis) -> None:
-        shared = [a for a in averaged[0].axes if a in baseline[0].axes]
+        known = baseline[0].axes(baseline[1])
+        shared = [each for each in averaged[0].axes(averaged[1]) if each in known]
         self._on: dict[Axis, Comparison] = {
             each: compare_series(baseline, averaged, metric, axis=each) for each in shared
         }

@@ -27,9 +27,9 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
             key = _identity(row)
             other = origin.setdefault(key, file)
             if other != file:
-                if rows[key] == row:
-                    continue
-                raise FormatError(_twice(other, file, row))
+                if not _agree(rows[key], row):
+                    raise FormatError(_twice(other, file, row))
+                row = max(rows[key], row, key=lambda r: "train_seconds" in r)
             rows.pop(key, None)  # the later one, in its own place
             rows[key] = row
     return list(rows.values())
@@ -91,6 +91,12 @@ def _identity(row: Row) -> tuple[Any, ...]:
     if row.get("step") is not None:
         row.pop("epoch", None)
     return tuple(str(row.get(name)) for name in names)
+
+
+def _agree(one: Row, other: Row) -> bool:
+    """Whether two rows tell the same, as those of a run and of a sweep over its checkpoints do."""
+    shared = one.keys() & other.keys()
+    return all(one[n] == other[n] for n in shared if not n.endswith("_seconds"))
 
 
 def _twice(first: Path, second: Path, row: Row) -> str:

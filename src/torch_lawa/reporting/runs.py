@@ -94,30 +94,23 @@ class Run:
         """The seeds, in order."""
         return tuple(sorted({row.get("seed") for row in self.rows}, key=_rank))
 
-    @cached_property
-    def axes(self) -> tuple[Axis, ...]:
-        """What the run can be counted by; rows of `lawa sweep`, for one, know of no seconds.
+    def axes(self, series: Series) -> tuple[Axis, ...]:
+        """What a series can be counted by; rows of `lawa sweep`, for one, know of no seconds.
 
-        GPU-hours need rows that name a GPU or say how many there were, the same all along.
+        Seconds must not run backwards. GPU-hours need rows that name a GPU or say how many there
+        were, and the same number all along.
         """
-        known: list[Axis] = []
-        for axis in ("epoch", "step"):
-            if all(row.get(axis) is not None for row in self.rows):
-                known.append(axis)
-        if all(self._counts_seconds(seed) for seed in self.seeds):
-            known.append("seconds")
-            if all(len(self.devices(seed)) == 1 for seed in self.seeds):
-                known.append("gpu_hours")
-        return tuple(known)
+        return self._axes[series]
 
-    def devices(self, seed: Any) -> list[tuple[str | None, int]]:
-        """The kinds and numbers of GPUs that a seed was trained on; none on a CPU."""
-        found = {
-            (row.get("device"), row.get("num_devices") or 1)
-            for row in self.rows
-            if row.get("seed") == seed and {"device", "num_devices"} & row.keys()
-        }
-        return [(name, number) for name, number in found if name != "cpu"]
+    @cached_property
+    def num_devices(self) -> dict[Any, int | None]:
+        """By seed, on how many GPUs it was trained; None on a CPU, or where rows do not agree."""
+        found: dict[Any, set[int | None]] = {seed: set() for seed in self.seeds}
+        for row in self.rows:
+            if {"device", "num_devices"} & row.keys():
+                number = None if row.get("device") == "cpu" else row.get("num_devices") or 1
+                found[row.get("seed")].add(number)
+        return {seed: n.pop() if len(n) == 1 else None for seed, n in found.items()}
 
     def rows_of(self, series: Series, seed: Any = ...) -> list[Row]:
         """The rows of one series in order, of one seed or of all, each moment once."""
@@ -160,20 +153,27 @@ class Run:
         return any(metric.name in row for row in self.rows_of(series))
 
     @cached_property
+    def _axes(self) -> dict[Series, tuple[Axis, ...]]:
+        axes = {}
+        for series in self.series:
+            known: list[Axis] = [
+                axis
+                for axis in ("epoch", "step")
+                if all(row.get(axis) is not None for row in self.rows_of(series))
+            ]
+            if all(_timed(self.rows_of(series, seed)) for seed in self.seeds):
+                known.append("seconds")
+                if all(self.num_devices.values()):
+                    known.append("gpu_hours")
+            axes[series] = tuple(known)
+        return axes
+
+    @cached_property
     def _sorted(self) -> dict[tuple[Series, Any], list[Row]]:
         groups: dict[tuple[Series, Any], list[Row]] = {}
         for row in self.rows:
             groups.setdefault((Series.of(row), row.get("seed")), []).append(row)
         return {key: in_order(rows) for key, rows in groups.items()}
-
-    def _counts_seconds(self, seed: Any) -> bool:
-        """Whether every row has the seconds of training, and they never run backwards."""
-        for (_, each), rows in self._sorted.items():
-            if each == seed:
-                clock = [row.get("train_seconds") for row in rows]
-                if None in clock or clock != sorted(clock):  # type: ignore[type-var]
-                    return False
-        return True
 
 
 def load_runs(paths: Sequence[Path]) -> list[Run]:
@@ -196,6 +196,11 @@ def metrics_of(rows: Iterable[Row]) -> list[Metric]:
     names = dict.fromkeys(name for row in rows for name in row if not name.startswith("train_"))
     found = [Metric(n, _BETTER[word]) for n in names if (word := n.split("_")[-1]) in _BETTER]
     return sorted(found, key=lambda metric: metric.better == "higher")
+
+
+def _timed(rows: Sequence[Row]) -> bool:
+    clock = [row.get("train_seconds") for row in rows]
+    return None not in clock and clock == sorted(clock)  # type: ignore[type-var]
 
 
 def _rank(seed: Any) -> tuple[bool, float, str]:

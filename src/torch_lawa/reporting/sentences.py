@@ -138,17 +138,23 @@ def notes_on(runs: Sequence[Run], axis: Axis) -> tuple[str, ...]:
         if len(ends) > 1:
             places = ", ".join(say_number(end) for end in ends)
             said.append(f"{run.name}: seeds ended at different {say_axis(axis)}: {places}.")
-        if "seconds" not in run.axes:
+        timeless = [s for s in run.series if "seconds" not in run.axes(s)]
+        if timeless:
+            which = "" if len(timeless) == len(run.series) else f" ({_labels(timeless)})"
             said.append(
-                f"{run.name}: some rows have no `train_seconds`, or they run backwards: time and "
+                f"{run.name}{which}: rows have no `train_seconds`, or they run backwards: time and "
                 "GPU-hours are not known."
             )
-        elif "gpu_hours" not in run.axes:
+        elif any("gpu_hours" not in run.axes(s) for s in run.series):
             said.append(
                 f"{run.name}: trained on no GPU, or rows do not say on how many: GPU-hours are "
                 "not known."
             )
     return tuple(said)
+
+
+def _labels(series: Iterable[Series]) -> str:
+    return "; ".join(each.label for each in series)
 
 
 def _ends(run: Run, axis: Axis) -> Iterable[float]:

@@ -67,8 +67,9 @@ def default_average(run: Run, metric: Metric, k: int | None = None) -> Series | 
 
 
 def _recipe(recipe: str, runs: list[Run], name: str | None, k: int | None) -> RecipeReport:
-    axis: Axis = "epoch" if all("epoch" in run.axes for run in runs) else "step"
-    if not all(axis in run.axes for run in runs):
+    known = [run.axes(series) for run in runs for series in run.series]
+    axis: Axis = "epoch" if all("epoch" in axes for axes in known) else "step"
+    if not all(axis in axes for axes in known):
         raise FormatError(
             f"recipe {recipe!r}: some rows have no `epoch` and some no `step`, so there is "
             "nothing that all can be counted by. Report on the files one at a time."
@@ -175,15 +176,16 @@ def _window_rows(run: Run, metric: Metric, axis: Axis, default: Series | None) -
 
 
 def _run_rows(run: Run, metric: Metric) -> list[RunRow]:
-    numbers = {number for seed in run.seeds for _, number in run.devices(seed)}
+    numbers = set(run.num_devices.values())
     names = {row.get("device") for row in run.rows} - {None}
     rows = []
     for series in run.series:
         if series.averaged or not run.has(series, metric):
             continue
-        curves = run.curves(series, metric, "step" if "step" in run.axes else "epoch").values()
+        axes = run.axes(series)
+        curves = run.curves(series, metric, axes[0]).values()
         last = [own[-1] for seed in run.seeds if (own := run.rows_of(series, seed))]
-        clock = [row.get("train_seconds") for row in last] if "seconds" in run.axes else []
+        clock = [row.get("train_seconds") for row in last] if "seconds" in axes else []
         rows.append(
             RunRow(
                 run=run.name,
@@ -203,7 +205,7 @@ def _run_rows(run: Run, metric: Metric) -> list[RunRow]:
 
 def _charged(run: Run, series: Series) -> list[float]:
     """By seed, all that an average cost beyond the run: collecting, averaging, evaluating."""
-    if "seconds" not in run.axes:
+    if "seconds" not in run.axes(series):
         return []
     return [
         sum(row.get(name) or 0.0 for row in own for name in _COSTS)

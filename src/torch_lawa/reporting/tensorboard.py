@@ -66,11 +66,12 @@ def _scalars(run: Run, series: Series, seed: Any) -> Iterator[tuple[str, float, 
     """Tag, value, step, and seconds where they are known."""
     rows = run.rows_of(series, seed)
     names = [metric.name for metric in metrics_of(rows)]
-    names += [name for name in _ALSO if any(name in row for row in rows)]
+    if series == Series():  # once: they are the run's, whatever is evaluated
+        names += [name for name in _ALSO if any(name in row for row in rows)]
     for name in names:
         own = [row for row in rows if name in row]
         known: Sequence[float | None] = [None] * len(own)
-        if "seconds" in run.axes:
+        if "seconds" in run.axes(series):
             # Which way the value is better does not matter to when it was known.
             known = run.curves(series, Metric(name, "lower"), "seconds")[seed].at
         for row, seconds in zip(own, known, strict=True):
