@@ -7,12 +7,16 @@ learning rate was chosen, and the longest saving of averaging, by which it was n
 """
 
 import argparse
+import tempfile
 from pathlib import Path
 
 from record import Log
 
 from torch_lawa.core.records import MetricsWriter, read_metrics
-from torch_lawa.recipes.digits import DigitsConfig, load_data, train
+from torch_lawa.recipes.configs import DigitsConfig
+from torch_lawa.recipes.loop import train
+from torch_lawa.recipes.run_folder import RunFolder, RunPlan
+from torch_lawa.recipes.task import Place
 from torch_lawa.reporting.savings import Metric, compare
 
 RATES = (0.02, 0.05, 0.1, 0.2, 0.4)
@@ -32,9 +36,12 @@ def main() -> None:
         config = DigitsConfig(learning_rate=rate)
         path = folder / f"rate-{rate:g}-seeds-{seeds[0]}-to-{seeds[-1]}.jsonl"
         path.unlink(missing_ok=True)
-        with MetricsWriter(path) as metrics:
+        with MetricsWriter(path) as metrics, tempfile.TemporaryDirectory() as scratch:
             for seed in seeds:
-                train(config, load_data(config), seed=seed, metrics=metrics)
+                run = RunFolder(Path(scratch) / str(seed))
+                train(RunPlan(config=config, seed=seed), run, Place())
+                for row in read_metrics(run.metrics):
+                    metrics.write(row)
         rows = read_metrics(path)
         final = [
             row["test_loss"]
