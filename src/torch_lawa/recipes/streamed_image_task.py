@@ -195,4 +195,7 @@ def _told(loader: DataLoader[Tensor]) -> Iterator[Tensor]:
     try:
         yield from loader
     except DataError as error:
+        # The frames hold the loader in a cycle, and workers that wait for the garbage collector
+        # are not told to end: it takes seconds until they are given up.
+        error.__traceback__ = None
         raise DataError(str(error).rsplit("DataError: ", 1)[-1].strip()) from None

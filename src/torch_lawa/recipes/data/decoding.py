@@ -40,7 +40,6 @@ def read_image(path: str) -> "Image.Image":
     module = require_pillow()
     try:
         with module.open(path) as image:
-            image.load()
             return _to_rgb(module, image)
     except Exception as error:  # what is no image can raise anything
         what = f"{type(error).__name__}: {error}"[:200]
