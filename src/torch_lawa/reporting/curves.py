@@ -13,9 +13,26 @@ from typing import Literal, TypeAlias
 from torch_lawa.core.records import Row
 from torch_lawa.errors import FormatError
 
-__all__ = ["Axis", "Curve", "Metric", "curve_of", "in_order", "moment_of", "shared_looks"]
+__all__ = [
+    "BETTER",
+    "Axis",
+    "Curve",
+    "Metric",
+    "curve_of",
+    "in_order",
+    "moment_of",
+    "shared_looks",
+]
 
 Axis: TypeAlias = Literal["epoch", "step", "seconds", "gpu_hours"]
+
+# The last word of a value's name tells which way is better.
+BETTER: dict[str, Literal["lower", "higher"]] = {
+    "loss": "lower",
+    "perplexity": "lower",
+    "error": "lower",
+    "accuracy": "higher",
+}
 
 
 @dataclass(frozen=True)

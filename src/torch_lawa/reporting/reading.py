@@ -7,10 +7,12 @@ from typing import Any
 
 from torch_lawa.core.records import Row, read_metrics
 from torch_lawa.errors import FormatError
+from torch_lawa.reporting.curves import BETTER
 
 __all__ = ["files_of", "read_rows"]
 
-_COUNTS = ("epoch", "step", "num_devices", "k")
+_COUNTS = {"epoch", "step", "num_devices", "k"}
+_LABELS = ("recipe", "run", "seed", "coefficients", "batch_norm", "device")
 
 
 def read_rows(paths: Sequence[Path]) -> list[Row]:
@@ -73,9 +75,12 @@ def _checked(row: Row) -> Row:
         raise ValueError(f"weights are {row['weights']!r}, neither 'raw' nor 'averaged'")
     if row.get("epoch") is None and row.get("step") is None:
         raise ValueError("neither `epoch` nor `step` says when it was")
-    for name in _COUNTS:
-        if not isinstance(row.get(name), int | float | None):
-            raise ValueError(f"`{name}` is {row[name]!r}, not a number")
+    for name, value in row.items():
+        number = name in _COUNTS or name.split("_")[-1] in (*BETTER, "seconds")
+        if number and not isinstance(value, int | float | None):
+            raise ValueError(f"`{name}` is {value!r}, not a number")
+        if name in _LABELS and isinstance(value, list | dict):
+            raise ValueError(f"`{name}` is {value!r}, not a name")
     # Python's JSON takes NaN, which no comparison of ours should ever meet.
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value

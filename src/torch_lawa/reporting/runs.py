@@ -9,10 +9,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch_lawa.core.records import Row
 from torch_lawa.reporting.curves import (
+    BETTER,
     Axis,
     Curve,
     Metric,
@@ -24,14 +25,6 @@ from torch_lawa.reporting.curves import (
 from torch_lawa.reporting.reading import read_rows
 
 __all__ = ["Run", "Series", "load_runs", "metrics_of"]
-
-# The last word of a value's name tells which way is better.
-_BETTER: dict[str, Literal["lower", "higher"]] = {
-    "loss": "lower",
-    "perplexity": "lower",
-    "error": "lower",
-    "accuracy": "higher",
-}
 
 
 @dataclass(frozen=True)
@@ -194,7 +187,7 @@ def metrics_of(rows: Iterable[Row]) -> list[Metric]:
     ['test_loss', 'test_accuracy']
     """
     names = dict.fromkeys(name for row in rows for name in row if not name.startswith("train_"))
-    found = [Metric(n, _BETTER[word]) for n in names if (word := n.split("_")[-1]) in _BETTER]
+    found = [Metric(n, BETTER[word]) for n in names if (word := n.split("_")[-1]) in BETTER]
     return sorted(found, key=lambda metric: metric.better == "higher")
 
 

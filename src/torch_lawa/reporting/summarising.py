@@ -179,9 +179,8 @@ def _run_rows(run: Run, metric: Metric) -> list[RunRow]:
     numbers = set(run.num_devices.values())
     names = {row.get("device") for row in run.rows} - {None}
     rows = []
-    for series in run.series:
-        if series.averaged or not run.has(series, metric):
-            continue
+    raw = [s for s in run.series if not s.averaged and run.has(s, metric)]
+    for series in sorted(raw, key=lambda s: s.batch_norm or ""):
         axes = run.axes(series)
         curves = run.curves(series, metric, axes[0]).values()
         last = [own[-1] for seed in run.seeds if (own := run.rows_of(series, seed))]
