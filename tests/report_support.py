@@ -14,8 +14,8 @@ import numpy as np
 from torch_lawa.core.records import Row
 from torch_lawa.reporting.runs import Run
 
-WINDOWS = (3, 6, 10, 16)
 MAIN_K = 10
+WINDOWS = (MAIN_K, 3, 6, 16)  # the main one first, as a run would write them
 
 
 def cifar_rows(
@@ -63,7 +63,7 @@ def language_rows(
         for number in range(1, evaluations + 1):
             labels = {"recipe": "wikitext103-roberta", "run": run, "seed": seed}
             labels |= {"epoch": number / 8, "step": 500 * number, "train_seconds": 56.0 * number}
-            for k in (None, 3, 6):
+            for k in (None, 6, 3):
                 if k is None or number >= k:
                     mean = weights[number - (k or 1) : number].mean(axis=0)
                     row = {**labels, "weights": "averaged" if k else "raw", "k": k}
@@ -100,7 +100,7 @@ def _descent(epochs: int, seed: int, *, noise: float, constant: bool = False) ->
     for epoch in range(1, epochs + 1):
         rate = 1.0 if constant else 0.5 * (1.0 + np.cos(np.pi * epoch / epochs))
         at = at * (1.0 - stiffness * (0.1 + 0.9 * rate))
-        at = at + noise * rate * np.sqrt(stiffness) * random.normal(size=48)
+        at = at + noise * (0.08 + 0.92 * rate) * np.sqrt(stiffness) * random.normal(size=48)
         path.append(at)
     return np.stack(path)
 

@@ -85,8 +85,9 @@ def batch_norm(scene: Scene, run: Run) -> tuple[Panel, ...]:
         return ()
     wanted = [*scene.raw(run), *alike]
     return tuple(
-        scene.panel(report.metric, scene.lines(run, wanted, report.metric), run)
+        scene.panel(report.metric, lines, run)
         for report in scene.shown
+        if (lines := scene.lines(run, wanted, report.metric))
     )
 
 
@@ -94,7 +95,7 @@ def target(scene: Scene, run: Run) -> tuple[Panel, ...]:
     """The saving at every target, against each baseline of the run's own."""
     panels = []
     for report in scene.shown:
-        rows = [row for row in report.main if row.averaged_run == row.baseline_run == run.name]
+        rows = [row for row in scene.own_rows(report, run) if row.curve.target]
         lines = [line for row in rows for line in _saved(scene, run, row)]
         if not lines:
             continue

@@ -68,6 +68,8 @@ def draw(drawing: Drawing) -> "Figure":
     if drawing.title:
         box.set_title(drawing.title, prop={"size": 11.5})
         box.get_title().set_color(INK)
+    for text in (box.get_title(), *box.get_texts()):
+        text.set_parse_math(False)  # a name from a file may hold a dollar sign
     return figure
 
 
@@ -75,7 +77,7 @@ def legend(panels: Sequence[Panel]) -> dict[str, Style | None]:
     """What the legend of some panels says, and how each line looks; None for a point."""
     found: dict[str, Style | None] = {}
     for panel in panels:
-        found |= {line.label: line.style for line in panel.lines if line.label}
+        found |= {line.name: line.style for line in panel.lines if line.name}
         found |= {point.label: None for point in panel.points}
     return found
 

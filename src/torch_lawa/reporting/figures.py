@@ -25,8 +25,6 @@ from torch_lawa.reporting.summary import RecipeReport, Report
 
 __all__ = ["demo_figure", "drawings", "save_demo_figure", "save_figures"]
 
-_EARLY = 0.15  # of the epochs
-
 
 def save_figures(runs: Sequence[Run], report: Report, folder: Path) -> list[Path]:
     """Write every figure as PNG and SVG; a folder for each recipe where there are several."""
@@ -41,12 +39,14 @@ def save_figures(runs: Sequence[Run], report: Report, folder: Path) -> list[Path
 def drawings(runs: Sequence[Run], report: RecipeReport) -> list[Drawing]:
     """The figures of one recipe; those of its second run and further ones bear the run's name."""
     scene = Scene(report, runs)
-    found = []
-    for run in scene.runs:
+    found: list[Drawing] = []
+    for place, run in enumerate(scene.runs):
+        alike = any(_slug(run.name) == _slug(other.name) for other in scene.runs[:place])
+        suffix = f"-{_slug(run.name)}" if place else ""
         for kind, build in _OF_A_RUN.items():
             panels = build(scene, run)
             if panels:
-                name = kind if run is scene.runs[0] else f"{kind}-{_slug(run.name)}"
+                name = f"{kind}{suffix}-{place + 1}" if alike else f"{kind}{suffix}"
                 found.append(_drawing(scene, name, kind, run, panels))
     kind = "lookahead" if any("lookahead" in run.name for run in scene.runs) else "runs"
     panels = _runs(scene)
@@ -69,8 +69,7 @@ def _drawing(
 def _saving(scene: Scene, run: Run) -> tuple[Panel, ...]:
     panels = []
     for report in scene.shown:
-        row = scene.main_row(report, run)
-        if row is not None:
+        for row in scene.own_rows(report, run)[:1]:
             wanted = [*scene.raw(run), row.baseline, row.averaged]
             lines = scene.lines(run, wanted, report.metric)
             panels.append(scene.panel(report.metric, lines, run, mark=scene.mark(run, row)))
@@ -94,7 +93,7 @@ def _early(scene: Scene, run: Run) -> tuple[Panel, ...]:
     default = scene.defaults.get(run.name)
     if default is None:
         return ()
-    end = _EARLY * scene.end(run)
+    end = scene.early(run)
     kinds = [s for s in run.series if s.averaged and s.coefficients == default.coefficients]
     alike = [s for s in kinds if s.batch_norm == default.batch_norm]
     longest = max(alike, key=lambda series: series.k or 0)
@@ -121,7 +120,8 @@ def _runs(scene: Scene) -> tuple[Panel, ...]:
                 label = f"{run.name}, {say_series(series)}"
                 lines.append(scene.line(run, series, report.metric, label))
         there = tuple(line for line in lines if line is not None)
-        panels.append(scene.panel(report.metric, there))
+        if len(there) > 1:
+            panels.append(scene.panel(report.metric, there))
     return tuple(panels)
 
 

@@ -31,6 +31,11 @@ class Line:
     high: tuple[float | None, ...] = ()
     steps: bool = False  # between two points, the value of the later one
 
+    @property
+    def name(self) -> str:
+        """The label for a legend, from which matplotlib leaves out what begins with "_"."""
+        return f" {self.label}" if self.label.startswith("_") else self.label
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
@@ -115,7 +120,7 @@ def _line(axes: "Axes", line: Line, view: tuple[float, float]) -> None:
         marker="o" if len(inside) < _SPARSE and not line.steps else None,
         markersize=4.5,
         drawstyle="steps-pre" if line.steps else "default",
-        label=line.label or "_",
+        label=line.name or "_",
         zorder=line.style.layer,
     )
     if line.low and line.high:

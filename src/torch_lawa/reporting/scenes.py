@@ -21,8 +21,9 @@ class Scene:
         self.report = report
         self.runs = [run for run in runs if run.recipe == report.recipe]
         self.axis = report.axis
-        windows = [row for metric in report.metrics for row in metric.windows if row.default]
-        self.defaults = {row.run: row.series for row in windows}
+        # Where metrics have different defaults, that of the value shown first.
+        windows = [row for metric in (*self.shown, *report.metrics) for row in metric.windows]
+        self.defaults = {row.run: row.series for row in reversed(windows) if row.default}
         self.styles = Styles(self.runs, self.defaults)
 
     @cached_property
@@ -36,6 +37,13 @@ class Scene:
     def end(self, run: Run) -> float:
         """Where a run ends."""
         return max((row[self.axis] for row in run.rows if self.axis in row), default=0.0)
+
+    def early(self, run: Run) -> float:
+        """Where the early phase ends: 15% of the run, or the eighth value of its average."""
+        series = self.defaults[run.name]
+        curves = run.curves(series, self.shown[0].metric, self.axis).values()
+        eighth = [curve.at[min(8, len(curve.at)) - 1] for curve in curves]
+        return max([0.15 * self.end(run), *eighth])
 
     def line(self, run: Run, series: Series, metric: Metric, label: str = "") -> Line | None:
         """One series as a line; None where fewer than two of its rows have the value."""
@@ -65,10 +73,9 @@ class Scene:
         raw = [series for series in run.series if not series.averaged]
         return sorted(raw, key=lambda series: series.batch_norm is not None)
 
-    def main_row(self, metric: MetricReport, run: Run) -> MainRow | None:
-        """The first comparison of a run's own average with its own raw weights."""
-        rows = (row for row in metric.main if row.averaged_run == row.baseline_run == run.name)
-        return next(rows, None)
+    def own_rows(self, metric: MetricReport, run: Run) -> list[MainRow]:
+        """The comparisons of a run's average with its own raw weights, the main one first."""
+        return [row for row in metric.main if row.averaged_run == row.baseline_run == run.name]
 
     def panel(
         self,
@@ -206,7 +213,9 @@ def say_series(series: Series) -> str:
     >>> say_series(Series(10, "exponential:0.9", "copied"))
     'average, k = 10, exponential 0.9, BatchNorm copied'
     """
-    parts = [f"average, k = {series.k}" if series.averaged else "raw weights"]
+    parts = ["average" if series.averaged else "raw weights"]
+    if series.k is not None:
+        parts.append(f"k = {series.k}")
     if series.coefficients not in (None, "uniform"):
         parts.append(str(series.coefficients).replace(":", " "))
     if series.batch_norm is not None and not (series.averaged and series.batch_norm != "copied"):

@@ -69,7 +69,7 @@ class Styles:
             return Style(
                 colour=(_BLACK, _WINDOWS[-1])[place % 2], dashes="-.", width=1.8, layer=4.2
             )
-        place = self._windows.index(series.k or 0)
+        place = self._windows.index(series.k) if series.k in self._windows else 0
         alike = (series.coefficients, series.batch_norm) == (
             default.coefficients,
             default.batch_norm,
