@@ -69,6 +69,7 @@ def command(
     METRICS are metrics.jsonl files, or folders with such files in or below them. Seeds of one run
     are put together; runs of one recipe are held against each other.
     """
+    from torch_lawa.reporting.reading import files_of
     from torch_lawa.reporting.runs import load_runs
     from torch_lawa.reporting.summarising import summarise
 
@@ -91,30 +92,31 @@ def command(
         places = save_events(runs, events, overwrite=overwrite)
         click.echo(f"{len(places)} series in {events}: tensorboard --logdir {events}", err=True)
     if output is not None:
-        _write(runs, report, output, title or _title(report))
+        _write(runs, report, output, title or _title(report), files_of(metrics))
         click.echo(f"The page is {output / _PAGE}.", err=True)
 
 
-def _write(runs: "Sequence[Run]", report: "Report", output: Path, title: str) -> None:
+def _write(
+    runs: "Sequence[Run]", report: "Report", output: Path, title: str, files: "Sequence[Path]"
+) -> None:
     from torch_lawa.checkpoints.files import replacing
+    from torch_lawa.reporting.figures import save_figures
+    from torch_lawa.reporting.page import save_page
 
     output.mkdir(parents=True, exist_ok=True)
     earlier = _earlier_figures(output)
     figures: list[Path] = []
     try:
-        from torch_lawa.reporting.figures import save_figures
-        from torch_lawa.reporting.page import save_page
-
         figures = save_figures(runs, report, output / _FIGURES)
-        save_page(runs, report, output / _PAGE, title=title)
-    except LawaError as error:
-        raise LawaError(f"{error} (The tables and {output / _JSON} are complete.)") from None
+        save_page(runs, report, output / _PAGE, title=title, files=files)
+    except LawaError as error:  # such as a missing matplotlib
+        raise LawaError(f"{error}. The tables and {output / _JSON} are complete.") from None
     finally:
         names = [path.relative_to(output).as_posix() for path in figures]
         with replacing(output / _JSON) as file:
             file.write(json.dumps({**report.as_dict(), "figures": names}).encode())
-    for name in earlier - set(names):
-        (output / name).unlink(missing_ok=True)
+        for name in earlier - set(names):
+            (output / name).unlink(missing_ok=True)
 
 
 def _title(report: "Report") -> str:
@@ -127,7 +129,8 @@ def _earlier_figures(output: Path) -> set[str]:
         names = json.loads((output / _JSON).read_bytes())["figures"]
     except (OSError, ValueError, KeyError, TypeError):
         return set()
-    return {str(name) for name in names if Path(str(name)).parent == Path(_FIGURES)}
+    parts = {str(name): Path(str(name)).parts for name in names}
+    return {name for name, path in parts.items() if path[:1] == (_FIGURES,) and ".." not in path}
 
 
 def _refuse_earlier(output: Path) -> None:

@@ -9,7 +9,6 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from torch_lawa.cli.demo_progress import AVERAGED_STYLE, RAW_STYLE
 from torch_lawa.reporting.savings import Axis, Metric
 from torch_lawa.reporting.summary import (
     Amount,
@@ -32,6 +31,7 @@ from torch_lawa.reporting.wording import (
 
 __all__ = ["show_report"]
 
+_RAW, _AVERAGED = "dark_orange", "dodger_blue1"  # the demo's colours, without its imports
 _WIDE = 100  # columns from which on the range over seeds and the steps are shown too
 _WHAT = {"headline": "longest", "final": "final", "best": "best"}
 
@@ -103,8 +103,8 @@ def _main_table(metric: Metric, row: MainRow, *, wide: bool) -> Table:
     timed = any(s.seconds for s in savings)
     counted = any(s.gpu_hours for s in savings)
     table.add_column(f"{say_axis(row.axis)} to reach")
-    table.add_column("baseline", justify="right", style=RAW_STYLE)
-    table.add_column("averaged", justify="right", style=AVERAGED_STYLE)
+    table.add_column("baseline", justify="right", style=_RAW)
+    table.add_column("averaged", justify="right", style=_AVERAGED)
     table.add_column("saved", justify="right")
     table.add_column("", justify="right")
     ranged = wide and row.final.num_seeds > 1
