@@ -49,7 +49,8 @@ def _missing(folder: Path) -> str:
 
 
 def _again(path: Path) -> str:
-    return f"Unpack {path.parent.name}.tar.gz of {_PAGE} again."
+    archive = _BINARY if path.suffix == ".bin" else _PYTHON
+    return f"Unpack {archive}.tar.gz of {_PAGE} again."
 
 
 def _load_rows(path: Path, split: str) -> ImagesAndLabels:

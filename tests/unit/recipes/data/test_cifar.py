@@ -132,6 +132,9 @@ def test_a_truncated_binary_file(tmp_path: Path, cut: int) -> None:
     os.truncate(path, 6 * 3074 - cut)
     with pytest.raises(DataError, match=r"train\.bin: holds [\d,]+ bytes, where 18,444 were"):
         load_cifar100(tmp_path)
+    renamed = path.parent.rename(tmp_path / "mine")
+    with pytest.raises(DataError, match=r"Unpack cifar-100-binary\.tar\.gz .* again"):
+        load_cifar100(renamed)
 
 
 def test_a_file_of_two_is_missing(tmp_path: Path) -> None:
