@@ -39,8 +39,8 @@ def main_table(metric: Metric, rows: Sequence[MainRow], caption: str) -> Markup:
         for saving in _savings(row):
             amount = saving.epochs if axis == "epoch" else saving.steps
             cells = [_WHAT[saving.what], say_value(metric, saving.target), *_amount(amount)]
-            cells += [_saved(saving.seconds, duration=True)] if timed else []
-            cells += [_saved(saving.gpu_hours, digits=2)] if hours else []
+            cells += [_time(saving.seconds)] if timed else []
+            cells += [_hours(saving.gpu_hours)] if hours else []
             lines.append([*cells, f"{saving.num_both} of {saving.num_seeds}"])
         if row.headline is None:
             lines.insert(0, [_WHAT["headline"], "none", *["-"] * (len(head) - 2)])
@@ -189,19 +189,22 @@ def _amount(amount: Amount | None) -> list[str]:
     return [_saved(amount), percent, *places]
 
 
-def _saved(amount: Amount | None, *, duration: bool = False, digits: int | None = None) -> str:
+def _saved(amount: Amount | None) -> str:
     """The mean saving and, of several seeds, its range."""
     if amount is None:
         return "-"
-
-    def say(number: float) -> str:
-        if duration:
-            return say_duration(number)
-        return say_number(number) if digits is None else f"{round(number, digits) + 0.0:.{digits}f}"
-
     saved = amount.saved
-    spread = f" ({say(saved.low)} to {say(saved.high)})" if saved.num_seeds > 1 else ""
-    return say(saved.mean) + spread
+    spread = f" ({say_number(saved.low)} to {say_number(saved.high)})" * (saved.num_seeds > 1)
+    return say_number(saved.mean) + spread
+
+
+def _time(amount: Amount | None) -> str:
+    return "-" if amount is None else say_duration(amount.saved.mean)
+
+
+def _hours(amount: Amount | None) -> str:
+    # Adding nothing turns the -0.0 of a small loss into 0.
+    return "-" if amount is None else f"{round(amount.saved.mean, 2) + 0.0:.2f}"
 
 
 def _mean(metric: Metric, number: Mean | None) -> str:
@@ -216,7 +219,7 @@ def _mean(metric: Metric, number: Mean | None) -> str:
 
 def _unmatched(unmatched: Unmatched, num_seeds: int, num_cells: int) -> list[str]:
     """Values that the baseline never reached: from when on the average had them."""
-    cells = ["never reached", "-", f"at least {say_number(unmatched.at_least.mean)}", "-"]
+    cells = ["beyond its best", "-", f"at least {say_number(unmatched.at_least.mean)}", "-"]
     cells += [f"> {say_number(unmatched.baseline_end.mean)}"]
     cells += [say_number(unmatched.averaged_from.mean)]
     cells += ["-"] * (num_cells - len(cells) - 1)
