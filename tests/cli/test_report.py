@@ -1,0 +1,253 @@
+"""`lawa report` as it is typed, on the record of the demo's recipe and on small runs."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_lawa.cli import main
+from torch_lawa.core.records import Row
+
+RECORD = Path(__file__).parents[2] / "results" / "2026-11-15-digits"
+FILES = ["rate-0.2-seeds-0-to-2", "rate-0.2-seeds-3-to-5", "rate-0.2-seeds-100-to-102"]
+
+Lawa = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def lawa(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Lawa:
+    """Run the command here; the exit code, what it said, what it complained of."""
+
+    def go(*words: object, columns: int = 80) -> tuple[int, str, str]:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        code = main._run([str(word) for word in ("report", *words)])
+        return code, *capsys.readouterr()
+
+    return go
+
+
+@pytest.fixture
+def metrics(tmp_path: Path) -> Path:
+    """Two runs of 15 epochs: averaging sgd saves two epochs of its own and one of adam's."""
+
+    def rows(run: str, raw: list[float], averaged: list[float | None]) -> list[Row]:
+        made: list[Row] = []
+        for k, values in ((None, raw), (2, averaged)):
+            for epoch, loss in enumerate(values, start=1):
+                facts = {"recipe": "toy", "run": run, "seed": 0, "epoch": epoch, "k": k}
+                facts |= {"step": 10 * epoch, "train_seconds": 3600.0 * epoch, "num_devices": 2}
+                facts |= {"weights": "averaged" if k else "raw", "test_loss": loss}
+                made += [facts] if loss is not None else []
+        return made
+
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    both = rows("sgd", [9, 8, 7, *[6] * 12], [None, 6, 6, *[6] * 11, 5])
+    both += rows("adam", [9, 7, 6, *[6] * 12], [None, 7, 7, *[7] * 11, 6.5])
+    path.write_text("".join(json.dumps(row) + "\n" for row in both))
+    return path
+
+
+def table(said: str, caption: str) -> list[list[str]]:
+    """The cells of the first table after a caption; a cell ends where two spaces follow."""
+    lines = said[said.index(caption) :].splitlines()
+    rule = next(place for place, line in enumerate(lines) if line.startswith(" ──"))
+    end = next(place for place, line in enumerate(lines) if place > rule and not line.strip())
+    return [re.split(r"\s{2,}", line.strip()) for line in lines[rule + 1 : end]]
+
+
+def readme_cells(number: int) -> list[str]:
+    """The row of the README's first table for a file: loss and accuracy, alike and usual."""
+    lines = (RECORD / "README.md").read_text().splitlines()
+    rows = [line for line in lines if re.match(r"\| \d+, \d+, \d+", line)]
+    return [cell.strip() for cell in rows[number].strip("|").split("|")[1:]]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_record_of_the_digits_is_told_as_its_readme_tells_it(number: int, lawa: Lawa) -> None:
+    code, said, complained = lawa(RECORD / f"{FILES[number]}.jsonl", columns=120)
+    assert (code, complained) == (0, "")
+    loss, accuracy = said.split("run: test accuracy")
+    cells = readme_cells(number)
+    fresh, usual = "both BatchNorm re-estimated (3 seeds)", "against raw (as usual, 3 seeds)"
+    for text, caption, expected in (
+        (loss, fresh, cells[0]),
+        (accuracy, fresh, cells[1]),
+        (loss, usual, cells[2]),
+        (accuracy, usual, cells[3]),
+    ):
+        saved, percent, *spread = re.findall(r"[−\d.]+(?: to [−\d.]+)?", expected)
+        row = table(text, caption)[0]
+        assert row[0].startswith("longest ")
+        found, found_percent, found_range = row[3], row[4], row[5]
+        assert float(found.split(" ± ")[0]) == float(saved)
+        assert found_percent == f"{percent}%"
+        assert not spread or found_range == spread[0].replace("−", "-")
+
+
+def test_the_record_s_losses_by_seed_and_behind_are_those_of_its_readme(lawa: Lawa) -> None:
+    readme = (RECORD / "README.md").read_text().replace("−", "-")
+    by_seed = re.search(r"final loss, by seed: (.*?)\. To its final accuracy: (.*?)\.", readme)
+    behind = re.search(r"in (\d+), (\d+) and (\d+) of 135 epochs\.", readme)
+    copied = re.search(r"\(usual\) in (\d+), (\d+) and (\d+) of 135", readme)
+    assert by_seed is not None
+    assert behind is not None
+    assert copied is not None
+    for number, name in enumerate(FILES):
+        _, said, _ = lawa(RECORD / f"{name}.jsonl", "--json")
+        loss, accuracy = json.loads(said)["recipes"][0]["metrics"]
+        for metric, group in ((loss, by_seed[1]), (accuracy, by_seed[2])):
+            saved = [seed["saved"] for seed in metric["main"][0]["final"]["by_seed"]]
+            told = ", ".join("never" if number is None else str(number) for number in saved)
+            assert told == group.split("; ")[number]
+        rows = {row["series"]["batch_norm"]: row for row in loss["windows"]}
+        assert rows["re-estimated"]["num_behind"] == int(behind[number + 1])
+        assert rows["copied"]["num_behind"] == int(copied[number + 1])
+        assert {row["num_compared"] for row in rows.values()} == {135}
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_no_line_is_wider_than_the_terminal_and_piped_text_is_plain(
+    columns: int, lawa: Lawa, metrics: Path
+) -> None:
+    for file in (RECORD / f"{FILES[0]}.jsonl", metrics):
+        _, said, _ = lawa(file, columns=columns)
+        assert max(len(line) for line in said.splitlines()) <= columns
+        assert "\x1b" not in said
+        assert "…" not in said
+
+
+def test_savings_stand_in_epochs_time_and_gpu_hours_against_every_baseline(
+    lawa: Lawa, metrics: Path
+) -> None:
+    code, said, _ = lawa(metrics.parent)
+    assert code == 0
+    own = table(said, "sgd, k = 2 against raw (1 seed)")
+    assert own[0] == ["longest 6.0000", "4", "2", "2", "50%", "2:00:00", "4.00"]
+    other = table(said, "sgd, k = 2 against adam, raw (1 seed)")
+    assert other[0] == ["longest 6.0000", "3", "2", "1", "33%", "1:00:00", "2.00"]
+    assert "- adam, k = 2: behind its raw weights in most seeds at epochs 3–15 (13 of 14" in said
+    assert "adam, k = 2 against raw (1 seed)" in said
+
+
+def test_one_metric_and_one_window_can_be_asked_for(lawa: Lawa) -> None:
+    file = RECORD / f"{FILES[0]}.jsonl"
+    _, said, _ = lawa(file, "--metric", "test_accuracy", "--k", 6)
+    assert "test accuracy" in said
+    assert "test loss" not in said
+    code, _, complained = lawa(file, "--k", 7)
+    assert (code, complained) == (1, "Error: k = 7: no run has that window; there are [6].\n")
+    code, _, complained = lawa(file, "--metric", "speed")
+    assert code == 1
+    assert "there are test_loss, test_accuracy" in complained
+
+
+def test_a_report_is_a_page_figures_and_json(lawa: Lawa, metrics: Path, tmp_path: Path) -> None:
+    output = tmp_path / "report"
+    code, said, complained = lawa(metrics, "-o", output, "--title", "Two runs & a page")
+    assert (code, complained) == (0, f"The page is {output / 'report.html'}.\n")
+    assert "sgd, k = 2 against raw" in said
+    assert "<title>Two runs &amp; a page</title>" in (output / "report.html").read_text()
+    written = json.loads((output / "report.json").read_bytes())
+    assert written["recipes"][0]["recipe"] == "toy"
+    figures = sorted(p.relative_to(output).as_posix() for p in (output / "figures").rglob("*.*"))
+    assert figures == sorted(written["figures"])
+    assert {Path(name).suffix for name in figures} == {".png", ".svg"}
+
+
+def test_nothing_is_overwritten_unless_asked_and_then_no_old_figure_stays(
+    lawa: Lawa, metrics: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "report"
+    lawa(metrics, "-o", output)
+    mine = output / "figures" / "mine.png"
+    mine.write_bytes(b"mine")
+    before = (output / "report.html").read_bytes()
+    code, said, complained = lawa(metrics, "-o", output)
+    assert (code, said) == (1, "")
+    assert "already holds report.html, report.json, figures: pass --overwrite" in complained
+    assert (output / "report.html").read_bytes() == before
+    drawn = set(json.loads((output / "report.json").read_bytes())["figures"])
+    only = "".join(line + "\n" for line in metrics.read_text().splitlines() if '"sgd"' in line)
+    metrics.write_text(only)
+    assert lawa(metrics, "-o", output, "--overwrite")[0] == 0
+    left = {p.relative_to(output).as_posix() for p in (output / "figures").iterdir()}
+    assert left < drawn | {"figures/mine.png"}
+    assert mine.read_bytes() == b"mine"
+    assert not any("adam" in name for name in left)
+
+
+def run_without(module: str, *words: object) -> subprocess.CompletedProcess[str]:
+    program = (
+        f"import sys; sys.modules[{module!r}] = None; "
+        "from torch_lawa.cli.main import main; main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", program, "report", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_without_matplotlib_the_tables_come_all_the_same(metrics: Path, tmp_path: Path) -> None:
+    assert run_without("matplotlib", metrics).returncode == 0
+    found = run_without("matplotlib", metrics, "-o", tmp_path / "report")
+    assert found.returncode == 1
+    assert "sgd, k = 2 against raw" in found.stdout
+    assert "pip install 'torch-lawa[report]'" in found.stderr
+    assert json.loads((tmp_path / "report" / "report.json").read_bytes())["figures"] == []
+
+
+def test_event_files_are_written_beside_the_tables(
+    lawa: Lawa, metrics: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "events"
+    code, said, complained = lawa(metrics, "--tensorboard", folder)
+    assert code == 0
+    assert "sgd, k = 2 against raw" in said
+    assert complained == f"4 series in {folder}: tensorboard --logdir {folder}\n"
+    assert len(list(folder.rglob("events.out.tfevents.*"))) == 4
+    code, said, complained = lawa(metrics, "--tensorboard", folder)
+    assert code == 1
+    assert "already holds event files: pass --overwrite" in complained
+
+
+def test_json_is_alone_on_stdout(lawa: Lawa, metrics: Path, tmp_path: Path) -> None:
+    code, said, _ = lawa(metrics, "--json", "-o", tmp_path / "report")
+    told: dict[str, Any] = json.loads(said)
+    assert code == 0
+    assert (
+        told["recipes"][0]["metrics"][0]["main"][0]["headline"]["gpu_hours"]["saved"]["mean"] == 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["nowhere.jsonl"], 2, "'nowhere.jsonl' does not exist"),
+        ([], 2, "Missing argument 'METRICS...'"),
+        ([RECORD / "README.md"], 1, "README.md, line 1: not a row of metrics"),
+        ([RECORD / "raw.jsonl"], 1, "raw.jsonl: no row of raw or averaged weights in it"),
+        ([RECORD], 1, "Name the files themselves, such as rate-0.02-seeds-0-to-2.jsonl"),
+        ([RECORD / f"rate-{r}-seeds-0-to-2.jsonl" for r in (0.1, 0.2)], 1, "step 28 of seed 0"),
+    ],
+)
+def test_mistakes_are_named(words: list[object], code: int, message: str, lawa: Lawa) -> None:
+    found, said, complained = lawa(*words)
+    assert (found, said) == (code, "")
+    assert message in complained
+
+
+def test_a_run_without_averages_is_said_to_be_one(lawa: Lawa, metrics: Path) -> None:
+    raw = [line for line in metrics.read_text().splitlines() if '"raw"' in line]
+    metrics.write_text("\n".join(raw) + "\n")
+    assert lawa(metrics)[::2] == (
+        1,
+        "Error: there are rows of raw weights only, so there is nothing to compare.\n",
+    )
+
+
+def test_the_tables_need_no_torch(metrics: Path) -> None:
+    assert run_without("torch", metrics).returncode == 0
