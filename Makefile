@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := pyproject.toml constraints.txt hatch_build.py src/torch_lawa/core/kernels.c
 
-.PHONY: demo test check format bench bench-offline test-gpu clean help
+.PHONY: demo test check format bench bench-offline test-gpu test-data test-browser clean help
 
 help:
 	@echo "make demo       train the embedded default and show what averaging saved"
@@ -16,12 +16,14 @@ help:
 	@echo "make bench      time the averager against its peers on this CPU"
 	@echo "make bench-offline  time averaging files against its peers; 40 GB of disk, an hour"
 	@echo "make test-gpu   tests that need a CUDA device"
+	@echo "make test-data LAWA_DATA=FOLDER   tests that need the real data sets"
+	@echo "make test-browser  the report's page in a headless browser"
 
 demo: $(VENV)/.demo
 	$(BIN)/lawa demo --overwrite
 
 test: check
-	$(BIN)/python -m pytest -n auto -m "not gpu"
+	$(BIN)/python -m pytest -n auto -m "not gpu and not data and not browser"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -32,6 +34,11 @@ check: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# FOLDER holds cifar-100-binary, tiny-imagenet-50, wikipedia and wikitext-103, or some of them.
+test-data: $(VENV)/.dev
+	@test -n "$(LAWA_DATA)" || { echo "say where the data is: make test-data LAWA_DATA=FOLDER"; exit 1; }
+	LAWA_DATA=$(LAWA_DATA) $(BIN)/python -m pytest -n auto -m data
 
 # Needs no environment of ours: PYTHON is an interpreter with torch for CUDA and pytest.
 test-gpu:

@@ -18,7 +18,7 @@ from torch_lawa._version import __version__
 from torch_lawa.errors import ConfigError, LawaError
 
 if TYPE_CHECKING:
-    from torch_lawa.recipes.digits import DigitsConfig
+    from torch_lawa.recipes.configs import DigitsConfig
 
 __all__ = ["command"]
 
@@ -65,7 +65,7 @@ def command(output: Path, seed: int, k: int, epochs: int, as_json: bool, overwri
     begin = time.perf_counter()
     _check(output, overwrite)
     # Only now, so that --help and mistakes are answered at once.
-    from torch_lawa.recipes.digits import DigitsConfig
+    from torch_lawa.recipes.configs import DigitsConfig
 
     try:
         config = DigitsConfig(ks=(k,), epochs=epochs)

@@ -36,7 +36,7 @@ def command() -> None:
 
 def _recipe(config: type[TrainConfig]) -> click.Command:
     @click.pass_context
-    def callback(ctx: click.Context, **options: Any) -> int:
+    def callback(ctx: click.Context, /, **options: Any) -> int:
         given = {
             name: value
             for name, value in options.items()
@@ -105,17 +105,22 @@ def _option(item: "dataclasses.Field[Any]", config: type[TrainConfig]) -> click.
     return click.Option([flag], type=_type(kind), default=default, show_default=True, help=help)
 
 
-def _type(kind: Any) -> click.ParamType:
+def _type(kind: Any) -> "click.ParamType[Any]":
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         kind = next(part for part in typing.get_args(kind) if part is not types.NoneType)
     if typing.get_origin(kind) is typing.Literal:
         return click.Choice(typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
         return _List(typing.get_args(kind)[0])
-    return {int: click.INT, float: click.FLOAT, str: click.STRING}[kind]
+    plain: dict[Any, click.ParamType[Any]] = {
+        int: click.INT,
+        float: click.FLOAT,
+        str: click.STRING,
+    }
+    return plain[kind]
 
 
-class _List(click.ParamType):
+class _List(click.ParamType):  # type: ignore[type-arg]
     """Values with commas between them."""
 
     def __init__(self, item: Callable[[str], Any]) -> None:

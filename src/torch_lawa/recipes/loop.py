@@ -60,8 +60,7 @@ def train(
     Stopped by Ctrl-C or SIGTERM it saves a checkpoint and returns an `Outcome` that is not
     finished; it also saves one every `save_minutes`.
     """
-    config = plan.config
-    with joined(place), repeatable(config.num_threads), StopSignal() as stop:
+    with joined(place), repeatable(plan.num_threads), StopSignal() as stop:
         task = make_task(plan, place)
         run = Trainer(plan, task, place, compile=compile)
         if (state := folder.load()) is not None:

@@ -47,4 +47,4 @@ class RunEvaluator:
         }
 
     def _repeatable(self) -> Any:
-        return repeatable(self._plan.config.num_threads)
+        return repeatable(self._plan.num_threads)

@@ -34,6 +34,11 @@ class RunPlan:
     data: str | None = None
     smoke: bool = False
 
+    @property
+    def num_threads(self) -> int | None:
+        """On a CPU; a smoke run is too small for more than one."""
+        return 1 if self.smoke else self.config.num_threads
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as in `config.json`."""
         return {
