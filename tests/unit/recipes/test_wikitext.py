@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import RobertaForMaskedLM
 
 from torch_lawa.errors import ConfigError, DataError, LawaError
 from torch_lawa.recipes.configs import WikiTextConfig
-from torch_lawa.recipes.data.text import smoke_text
-from torch_lawa.recipes.data.tokens import Tokens
+from torch_lawa.recipes.data.text import find_text, smoke_text
+from torch_lawa.recipes.data.tokens import SPECIAL_TOKENS, Tokens, load_tokens
 from torch_lawa.recipes.masking import IGNORED
 from torch_lawa.recipes.task import Place
 from torch_lawa.recipes.wikitext import MaskedLanguageTask, make_task
@@ -266,15 +267,31 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.data
-def test_real_text(data_folder: Path) -> None:
-    """Wikipedia as it is, with a small vocabulary: the tokens are the text, and there are many."""
-    config = dataclasses.replace(CONFIG, vocabulary=1000, batch_size=2048, sequence_length=128)
-    task = make_task(config, data_folder, seed=0, place=Place(), smoke=False)
-    assert task.num_batches > 50
+def test_real_text(data_folder: Path, tmp_path: Path) -> None:
+    """The whole text as the paper's vocabulary sees it; a minute."""
+    for path in find_text(data_folder).values():
+        (tmp_path / path.name).symlink_to(path.resolve())  # so that tokens are kept elsewhere
+    config = dataclasses.replace(CONFIG, vocabulary=50_265, batch_size=64, sequence_length=512)
+    task = make_task(config, tmp_path, seed=0, place=Place(), smoke=False)
+    [made] = [path for path in (tmp_path / ".lawa-cache").iterdir() if path.is_dir()]
+    tokenizer = Tokenizer.from_file(str(made / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == 50_265
+    text = find_text(tmp_path)["valid"].read_bytes().decode()
+    ids = np.load(made / "valid.npy")
+    assert tokenizer.decode(ids.tolist()) == text
+    assert 4.0 < len(text) / len(ids) < 5.0  # characters to a token, in English
     inputs, labels = next(task.batches(0))
-    assert inputs.shape == (2048, 128)
-    assert ((labels != IGNORED).sum(1) == 19).all()
-    assert int(inputs.max()) < 1000
-    with torch.no_grad():
-        loss = task.loss(task.build_model().eval(), (inputs, labels))
-    assert 6.5 < loss.item() < 7.5  # log 1000 = 6.9
+    assert inputs.shape == (64, 512)
+    assert ((labels != IGNORED).sum(1) == 76).all()
+
+
+@pytest.mark.data
+def test_real_wikitext(data_folder: Path, tmp_path: Path) -> None:
+    """WikiText-103's own files: its `<unk>` is text like any other."""
+    folder = data_folder / "wikitext-103"
+    files = {"train": folder / "wiki.test.tokens", "valid": folder / "wiki.valid.tokens"}
+    tokens = load_tokens(files, 2000, cache=tmp_path)
+    tokenizer = Tokenizer.from_file(str(tokens.folder / "tokenizer.json"))
+    ids = tokens.ids["valid"]
+    assert ids.min() >= len(SPECIAL_TOKENS)
+    assert tokenizer.decode(ids.tolist()) == files["valid"].read_bytes().decode()
