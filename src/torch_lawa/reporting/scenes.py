@@ -87,20 +87,22 @@ class Scene:
         end: float | None = None,
         title: str | None = None,
         zoom_on: tuple[Line, ...] | None = None,
-        skip: float = 0.05,
+        skip: float = 0.15,
         trim: bool = True,
         mark: Mark | None = None,
     ) -> Panel:
         """A metric against epochs, from `begin` to `end`.
 
         Values are chosen so that the lines of `zoom_on` (all of them by default) fill the panel,
-        but for the share `skip` of the view at the very start, where they fall from anywhere, and
-        for the few worst values, unless `trim` is False.
+        but for the share `skip` of the view at the start, where they come from far away, and for
+        the few worst values, unless `trim` is False.
         """
         last = max((self.end(each) for each in ([run] if run else self.runs)), default=0.0)
         end = last if end is None else end
         lower = metric.better == "lower"
         y_limits = limits(zoom_on or lines, metric, begin + skip * (end - begin), end, trim)
+        if mark is not None and y_limits is not None:
+            y_limits = min(y_limits[0], mark.value), max(y_limits[1], mark.value)
         log = lower and y_limits is not None and y_limits[1] > 5.0 * y_limits[0] > 0.0
         room = 0.02 * (end - begin)
         return Panel(

@@ -17,7 +17,12 @@ Dashes: TypeAlias = str | tuple[float, tuple[float, ...]]
 RAW, AVERAGED, USUAL, INK = "#d55e00", "#0072b2", "#999999", "#333333"
 _ORANGE, _SKY, _BLACK = "#e69f00", "#56b4e9", "#000000"
 # Raw weights and the default average of the first run, the second, ...
-_RUNS = ((RAW, AVERAGED), ("#cc79a7", "#009e73"), ("#661100", "#44aa99"))
+_RUNS: tuple[tuple[str, str, Dashes], ...] = (
+    (RAW, AVERAGED, "-"),
+    ("#cc79a7", "#009e73", (0, (7, 1.5))),
+    ("#661100", "#44aa99", (0, (3, 1.2))),
+)
+_COPIED: Dashes = (0, (3, 1, 1, 1, 1, 1))
 # Windows that are not the default: wine, olive, indigo, grey.
 _WINDOWS = ("#882255", "#999933", "#332288", "#777777")
 _DASHES: tuple[Dashes, ...] = ("--", "-.", (0, (1, 1)), (0, (4, 1, 1, 1, 1, 1)))
@@ -38,8 +43,8 @@ class Styles:
 
     >>> sgd = Run("cifar100", "sgd", ())
     >>> styles = Styles([sgd], {"sgd": Series(10, "uniform", "re-estimated")})
-    >>> styles.of(sgd, Series()).colour, styles.of(sgd, Series(10, "uniform", "copied")).dashes
-    ('#d55e00', '--')
+    >>> styles.of(sgd, Series()).colour, styles.of(sgd, Series(10, "uniform", "copied")).colour
+    ('#d55e00', '#56b4e9')
     """
 
     def __init__(self, runs: Sequence[Run], defaults: dict[str, Series]) -> None:
@@ -51,17 +56,17 @@ class Styles:
 
     def of(self, run: Run, series: Series) -> Style:
         """The look of one series of one run."""
-        raw, averaged = _RUNS[self._places[run.name] % len(_RUNS)]
+        raw, averaged, dashes = _RUNS[self._places[run.name] % len(_RUNS)]
         if not series.averaged:
             if series.batch_norm is None:
                 return Style(colour=raw, width=1.5, layer=2.0)
             return Style(colour=_ORANGE, dashes="--", width=1.7, layer=2.2)
         default = self._defaults.get(run.name)
         if default is None or series == default:
-            return Style(colour=averaged, layer=4.0)
+            return Style(colour=averaged, dashes=dashes, layer=4.0)
         if series.k == default.k:
             if series.coefficients == default.coefficients:
-                return Style(colour=_SKY, dashes="--", layer=3.4)
+                return Style(colour=_SKY, dashes=_COPIED, layer=3.4)
             kinds = dict.fromkeys(s.coefficients for s in run.series if s.k == default.k)
             place = [kind for kind in kinds if kind != default.coefficients].index(
                 series.coefficients
