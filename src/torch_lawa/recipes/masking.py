@@ -1,9 +1,9 @@
 """Dynamic masking, as of BERT and RoBERTa: which tokens are to be predicted, and what hides them.
 
-Ours: every sequence has the same number of tokens to predict, `mask_fraction` of its ordinary
-ones, rounded, where BERT's code and fairseq's draw about as many. Batches then have one shape,
-which a compiled model needs, and the mean of the means of equal parts of a batch is the mean of
-the batch.
+Ours: every sequence has exactly `mask_fraction` of its ordinary tokens to predict, rounded, as in
+BERT's code; fairseq rounds up or down at random, and others flip a coin for every token. Batches
+then have one shape, which a compiled model needs, and the mean of the means of equal parts of a
+batch is the mean of the batch.
 """
 
 import torch

@@ -1,8 +1,9 @@
 """Section 3.2 of the paper: RoBERTa-Base, masked-language modelling on WikiText-103.
 
 The model is transformers' RoBERTa, the vocabulary a byte-level BPE made of the training text, and
-the text one long stream cut into sequences, whatever articles they meet. The paper follows
-fairseq's recipe, which takes GPT-2's vocabulary and ends a sequence where an article ends.
+the text one long stream cut into sequences wherever they are full. The paper follows fairseq's
+recipe, which takes GPT-2's vocabulary and cuts at the ends of lines: its losses are per token of
+another vocabulary, so they compare with ours in their course and not in their height.
 """
 
 import tempfile

@@ -34,10 +34,10 @@ def find_text(folder: Path, splits: Sequence[str] = ("train", "valid")) -> dict[
     wanted = " and ".join(f"wiki.{split}.tokens" for split in splits)
     raise DataError(
         f"{folder}: no WikiText-103 here ({wanted}; .raw and .txt will do).{incomplete} Download "
-        "the data set of Merity et al. (2016), such as wikitext-103-v1.zip, or save the splits of "
-        "Salesforce/wikitext (wikitext-103-raw-v1) from the Hugging Face Hub as wiki.train.txt and "
-        "wiki.valid.txt. Put the files into this folder or its sub-folder wikitext-103, or name "
-        "theirs with --data. Any other UTF-8 text of that name will do, too."
+        "the data set of Merity et al. (2016), wikitext-103-raw-v1.zip or wikitext-103-v1.zip, or "
+        "save the splits of Salesforce/wikitext (wikitext-103-raw-v1) from the Hugging Face Hub as "
+        "wiki.train.txt and wiki.valid.txt. Put the files into this folder or its sub-folder "
+        "wikitext-103, or name theirs with --data. Any other UTF-8 text of that name will do, too."
     )
 
 
