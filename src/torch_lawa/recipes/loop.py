@@ -60,27 +60,27 @@ def train(
     Stopped by Ctrl-C or SIGTERM it saves a checkpoint and returns an `Outcome` that is not
     finished; it also saves one every `save_minutes`.
     """
-    with joined(place), repeatable(plan.num_threads), StopSignal() as stop:
-        task = make_task(plan, place)
-        run = Trainer(plan, task, place, compile=compile)
+    with joined(place), repeatable(plan.num_threads), contextlib.ExitStack() as stack:
+        task = make_task(plan, place)  # may take a while: Ctrl-C has nothing to save yet
+        stop = stack.enter_context(StopSignal())
+        trainer = Trainer(plan, task, place, compile=compile)
         if (state := folder.load()) is not None:
-            run.load_state_dict(state)
+            trainer.load_state_dict(state)
             if place.rank == 0:
-                folder.cut_metrics(run.step)
-                folder.cut_trajectory(run.step)
-        with contextlib.ExitStack() as stack:
-            writer = None
-            if place.rank == 0:
-                writer = stack.enter_context(MetricsWriter(folder.metrics))
-            return _loop(
-                run,
-                folder,
-                writer,
-                stop,
-                save_trajectory=save_trajectory,
-                save_seconds=60.0 * save_minutes,
-                watcher=watcher or Watcher(),
-            )
+                folder.cut_metrics(trainer.step)
+                folder.cut_trajectory(trainer.step)
+        writer = None
+        if place.rank == 0:
+            writer = stack.enter_context(MetricsWriter(folder.metrics))
+        return _loop(
+            trainer,
+            folder,
+            writer,
+            stop,
+            save_trajectory=save_trajectory,
+            save_seconds=60.0 * save_minutes,
+            watcher=watcher or Watcher(),
+        )
 
 
 def make_task(plan: RunPlan, place: Place) -> Task:
@@ -92,7 +92,7 @@ def make_task(plan: RunPlan, place: Place) -> Task:
 
 
 def _loop(
-    run: Trainer,
+    trainer: Trainer,
     folder: RunFolder,
     writer: MetricsWriter | None,
     stop: StopSignal,
@@ -101,31 +101,31 @@ def _loop(
     save_seconds: float,
     watcher: Watcher,
 ) -> Outcome:
-    watcher.on_begin(run.step, run.num_steps, run.task.num_batches)
+    watcher.on_begin(trainer.step, trainer.num_steps, trainer.task.num_batches)
     saved_at = time.monotonic()
-    for batch in run.batches():
-        run.train_step(batch)
-        watcher.on_step(run.step)
-        if run.step % run.interval == 0:
-            run.collect()
+    for batch in trainer.batches():
+        trainer.train_step(batch)
+        watcher.on_step(trainer.step)
+        if trainer.step % trainer.interval == 0:
+            trainer.collect()
             if save_trajectory and writer is not None:
-                folder.save_snapshot(run.model.state_dict(), run.step, run.epoch)
-        if run.evaluation_due:
-            watcher.on_rows(run.evaluate(writer))
+                folder.save_snapshot(trainer.model.state_dict(), trainer.step, trainer.epoch)
+        if trainer.evaluation_due:
+            watcher.on_rows(trainer.evaluate(writer))
         late = time.monotonic() - saved_at > save_seconds
-        stopped, due = run.agree(stop.pending, late)
-        if (stopped or due) and run.step < run.num_steps:
-            _save(run, folder)
+        stopped, due = trainer.agree(stop.pending, late)
+        if (stopped or due) and trainer.step < trainer.num_steps:
+            _save(trainer, folder)
             saved_at = time.monotonic()
-        if stopped:
-            return Outcome(run.step, run.num_steps)
-    _save(run, folder)
-    if run.place.rank == 0:
-        run.save_averaged(folder.averaged)
-    return Outcome(run.step, run.num_steps)
+            if stopped:
+                return Outcome(trainer.step, trainer.num_steps)
+    _save(trainer, folder)
+    if trainer.place.rank == 0:
+        trainer.save_averaged(folder.averaged)
+    return Outcome(trainer.step, trainer.num_steps)
 
 
-def _save(run: Trainer, folder: RunFolder) -> None:
-    state = run.state_dict()  # in every process: the loss is added up over them
-    if run.place.rank == 0:
+def _save(trainer: Trainer, folder: RunFolder) -> None:
+    state = trainer.state_dict()  # in every process: the loss is added up over them
+    if trainer.place.rank == 0:
         folder.save(state)

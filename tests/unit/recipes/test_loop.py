@@ -214,6 +214,11 @@ def test_a_step_is_not_cut_in_two_by_ctrl_c(tmp_path: Path) -> None:
     assert outcome.step == 7
 
 
+def test_ctrl_c_at_the_last_step_comes_too_late(tmp_path: Path) -> None:
+    assert run(smoke_plan("digits"), tmp_path, stop_at=STEPS).finished
+    assert (tmp_path / "averaged.safetensors").exists()
+
+
 class TestLookahead:
     def reference(self, fast: Tensor, gradients: list[Tensor], alpha: float, k: int) -> Tensor:
         """Algorithm 1 of the Lookahead paper with plain SGD inside, in float64."""
