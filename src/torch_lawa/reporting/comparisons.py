@@ -1,6 +1,7 @@
 """Figures that hold one average against another, or one target against the next."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -46,6 +47,7 @@ def windows(scene: Scene, run: Run) -> tuple[Panel, ...]:
             title=f"{plain(metric.name)}, last quarter",
             zoom_on=averages,
             skip=0.0,
+            trim=False,
         ),
     )
     return tuple(replace(panel, x_label=x_label) for panel in panels)
@@ -64,12 +66,14 @@ def coefficients(scene: Scene, run: Run) -> tuple[Panel, ...]:
         return ()
     raw = scene.lines(run, scene.raw(run)[:1], metric)
     share = metric.name.endswith("accuracy")
-    differences = [_difference(scene, run, default, other, metric) for other in others]
+    drawn = [_difference(scene, run, default, other, metric) for other in others]
+    differences = tuple(line for line in drawn if line is not None)
     difference = Panel(
         title=f"difference to {_kind(default)}{', percentage points' if share else ''}",
         x_label=scene.x_label(run),
-        lines=tuple(line for line in differences if line is not None),
+        lines=differences,
         x_limits=(0.0, 1.02 * scene.end(run)),
+        y_limits=_around_zero(differences, 0.25 * scene.end(run)),
         zero=True,
     )
     return scene.panel(metric, (*raw, *averages), run, zoom_on=averages), difference
@@ -116,11 +120,15 @@ def target(scene: Scene, run: Run) -> tuple[Panel, ...]:
 
 
 def _view(scene: Scene, run: Run, row: MainRow, metric: Metric) -> tuple[float, float]:
-    """From somewhat easier than where the average began: what is easier still, it had at once."""
-    curves = run.curves(row.averaged, metric, scene.axis).values()
-    firsts = [value for curve in curves for value in curve.values[:1] if value is not None]
+    """From somewhat easier than where the average began, or the raw weights were early on."""
+    ours, theirs = (
+        run.curves(series, metric, scene.axis).values() for series in (row.averaged, row.baseline)
+    )
+    soon = 0.05 * scene.end(run)
+    begins = [curve.values[0] for curve in ours] + [curve.value_at(soon) for curve in theirs]
     hardest = row.curve.target[-1]
-    first = min(firsts, key=lambda value: abs(value - hardest), default=row.curve.target[0])
+    known = [value for value in begins if value is not None]
+    first = min(known, key=lambda value: abs(value - hardest), default=row.curve.target[0])
     return first - 0.15 * (hardest - first), hardest + 0.02 * (hardest - first)
 
 
@@ -209,6 +217,22 @@ def _difference(
         low=low if several else (),
         high=high if several else (),
     )
+
+
+def _around_zero(lines: Sequence[Line], begin: float) -> tuple[float, float] | None:
+    """Limits from what is seen after `begin`; before, windows that fill make any difference."""
+    values = [
+        value
+        for line in lines
+        for edge in (line.low or line.mean, line.high or line.mean)
+        for at, value in zip(line.at, edge, strict=True)
+        if at >= begin and value is not None
+    ]
+    if not values:
+        return None
+    low, high = min(*values, 0.0), max(*values, 0.0)
+    room = 0.15 * (high - low) or 1.0
+    return low - room, high + room
 
 
 def _bare(lines: tuple[Line, ...]) -> tuple[Line, ...]:

@@ -83,7 +83,10 @@ def _curves(scene: Scene, run: Run) -> tuple[Panel, ...]:
     metrics = [*(report.metric for report in scene.report.metrics), Metric("train_loss", "lower")]
     panels = []
     for metric in sorted(metrics, key=lambda metric: metric.better == "higher"):
-        lines = scene.lines(run, [*scene.raw(run), default], metric)
+        # The loss of training is that of the raw weights, in whichever rows it stands.
+        training = metric.name.startswith("train_")
+        wanted = scene.raw(run)[:1] if training else [*scene.raw(run), default]
+        lines = scene.lines(run, wanted, metric)
         if lines:
             panels.append(scene.panel(metric, lines, run))
     return tuple(panels)

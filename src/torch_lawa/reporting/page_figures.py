@@ -16,7 +16,8 @@ _CAPTIONS = {
     "evaluated rarely.",
     "curves": "All values that were recorded.",
     "early": "The start of training, where averages reach back to much worse weights.",
-    "coefficients": "Left the values, right the difference, seed by seed.",
+    "coefficients": "First the values, then the difference seed by seed; its start may lie "
+    "outside.",
     "batch_norm": "The same weights with BatchNorm statistics made in different ways.",
     "target": "Dotted where only some seeds got there. Above zero the average came first.",
     "lookahead": "Raw weights with running BatchNorm statistics.",

@@ -1,6 +1,6 @@
 """What the page says of one recipe: a section for each question, left out where nothing answers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch_lawa.reporting.figures import drawings
 from torch_lawa.reporting.markup import Markup, element, joined
@@ -24,7 +24,7 @@ from torch_lawa.reporting.page_text import (
 )
 from torch_lawa.reporting.runs import Run
 from torch_lawa.reporting.scenes import Scene, plain
-from torch_lawa.reporting.summary import RunRow, WindowRow
+from torch_lawa.reporting.summary import MainRow, RunRow, WindowRow
 
 __all__ = ["recipe_section"]
 
@@ -71,7 +71,7 @@ class _Recipe:
                 found = the_finding(self.scene.report.recipe, self.main, rows)
                 parts.append(element("p", " ".join(found)))
         for report in self.scene.report.metrics:
-            rows = [row for row in report.main if row.averaged_run == row.baseline_run]
+            rows = [row for run in self.scene.runs for row in self.scene.own_rows(report, run)]
             if not rows:
                 continue
             caption = f"What averaging saved: {plain(report.metric.name)}"
@@ -81,9 +81,8 @@ class _Recipe:
             else:
                 summary = element("summary", f"The same for {plain(report.metric.name)}")
                 parts.append(element("details", summary, made))
-        notes = dict.fromkeys(note for row in self.main.main for note in row.notes)
-        parts += [element("p", note, class_="note") for note in notes]
-        return [*parts, *self._figures("saving")]
+        own = [row for run in self.scene.runs for row in self.scene.own_rows(self.main, run)]
+        return [*parts, *_notes(own), *self._figures("saving")]
 
     def _section(self, kind: str, heading: str, answer: Callable[[Run], list[Markup]]) -> Markup:
         """A heading, then for each run its figure and what is said of it."""
@@ -169,7 +168,7 @@ class _Recipe:
         ]
         if others:
             caption = f"The average of one run against another: {plain(self.metric.name)}"
-            parts.append(main_table(self.metric, others, caption))
+            parts += [main_table(self.metric, others, caption), *_notes(others)]
         return element("section", *parts)
 
     def _early(self, run: Run) -> list[Markup]:
@@ -213,6 +212,12 @@ class _Recipe:
 
     def _figures(self, kind: str) -> list[Markup]:
         return [figure(drawing) for drawing in self.drawn if drawing.kind == kind]
+
+
+def _notes(rows: Sequence[MainRow]) -> list[Markup]:
+    """What limits each comparison."""
+    said = [element("li", f"{row.label}: {note}") for row in rows for note in row.notes]
+    return [element("ul", *said, class_="note")] if said else []
 
 
 def _by_k(row: WindowRow) -> str:

@@ -62,6 +62,11 @@ def the_finding(recipe: str, report: MetricReport, rows: Sequence[MainRow]) -> l
         "That is the longest stretch over all values, so it flatters. The raw weights' own final "
         f"value: {_at(row.final, axis)}. Their best value: {_at(row.best, axis)}."
     )
+    if row.unmatched is not None and row.headline is not None:
+        honest += (
+            f" From {axis} {say_number(row.unmatched.averaged_from.mean)} on the average was "
+            f"better than they ever were, in {row.unmatched.num_seeds} of {row.final.num_seeds} seeds."
+        )
     others = [
         "Against raw weights evaluated as usual, with running BatchNorm statistics, the "
         f"longest stretch is {saved(found_amount, axis)}; part of that is the BatchNorm's."

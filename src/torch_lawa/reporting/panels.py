@@ -144,6 +144,10 @@ def _scale(axes: "Axes", panel: Panel) -> None:
     ticker = matplotlib("ticker")
     if panel.x_limits is not None:
         axes.set_xlim(*panel.x_limits)
+        if abs(panel.x_limits[1] - panel.x_limits[0]) >= 8:  # epochs are whole
+            axes.xaxis.set_major_locator(
+                ticker.MaxNLocator(8, steps=[1, 2, 2.5, 5, 10], integer=True)
+            )
     if panel.log:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(ticker.LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
@@ -153,7 +157,9 @@ def _scale(axes: "Axes", panel: Panel) -> None:
         axes.yaxis.set_major_locator(ticker.MaxNLocator(6, steps=[1, 2, 5, 10]))
     if panel.y_limits is not None:
         axes.set_ylim(*panel.y_limits)
-    percent = ticker.FuncFormatter(lambda value, _: f"{round(100 * value, 4):g}%")
+    percent = ticker.FuncFormatter(
+        lambda value, _: f"{round(100 * value, 4):g}%" if value <= 1.0 else ""
+    )
     if panel.percent:
         axes.yaxis.set_major_formatter(percent)
     if panel.x_percent:

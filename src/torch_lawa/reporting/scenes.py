@@ -19,7 +19,10 @@ class Scene:
 
     def __init__(self, report: RecipeReport, runs: Sequence[Run]) -> None:
         self.report = report
-        self.runs = [run for run in runs if run.recipe == report.recipe]
+        own = [run for run in runs if run.recipe == report.recipe]
+        # A plain optimizer before one that wraps it, such as lookahead(sgd): it is what others
+        # are measured by, and the order of files says nothing.
+        self.runs = sorted(own, key=lambda run: "(" in run.name)
         self.axis = report.axis
         # Where metrics have different defaults, that of the value shown first.
         windows = [row for metric in (*self.shown, *report.metrics) for row in metric.windows]
@@ -95,15 +98,15 @@ class Scene:
 
         Values are chosen so that the lines of `zoom_on` (all of them by default) fill the panel,
         but for the share `skip` of the view at the start, where they come from far away, and for
-        the few worst values, unless `trim` is False.
+        the worst tenth of them, unless `trim` is False.
         """
         last = max((self.end(each) for each in ([run] if run else self.runs)), default=0.0)
         end = last if end is None else end
         lower = metric.better == "lower"
         y_limits = limits(zoom_on or lines, metric, begin + skip * (end - begin), end, trim)
-        if mark is not None and y_limits is not None:
-            y_limits = min(y_limits[0], mark.value), max(y_limits[1], mark.value)
         log = lower and y_limits is not None and y_limits[1] > 5.0 * y_limits[0] > 0.0
+        if mark is not None and y_limits is not None:
+            y_limits = _with_room(y_limits, mark.value, lower, log)
         room = 0.02 * (end - begin)
         return Panel(
             title=title or plain(metric.name),
@@ -114,7 +117,7 @@ class Scene:
             x_limits=(begin - (room if begin else 0.0), end + room),
             y_limits=y_limits,
             mark=mark,
-            text_at=(0.97, 0.95) if lower else (0.97, 0.06),
+            text_at=(0.97, 0.04) if lower else (0.97, 0.97),
         )
 
     def x_label(self, run: Run | None) -> str:
@@ -122,11 +125,11 @@ class Scene:
         num_seeds = max(len(each.seeds) for each in ([run] if run else self.runs))
         return self.axis + (f" (mean and range of {num_seeds} seeds)" if num_seeds > 1 else "")
 
-    def mark(self, run: Run, row: MainRow | None) -> Mark | None:
-        """The headline of a comparison as an arrow."""
-        headline = row.headline if row is not None else None
-        if row is None or headline is None or headline.target is None:
-            return None
+    def mark(self, run: Run, row: MainRow) -> Mark | None:
+        """The headline of a comparison as an arrow; without one, what was never matched."""
+        headline = row.headline
+        if headline is None or headline.target is None:
+            return self._unmatched(row)
         amount = headline.epochs if self.axis == "epoch" else headline.steps
         if amount is None:
             return None
@@ -147,6 +150,20 @@ class Scene:
             value=headline.target,
             ticks=tuple((at, colour) for at, colour in ticks if at is not None),
             text=f"{saved}\n({', '.join(facts)})" if facts else saved,
+        )
+
+    def _unmatched(self, row: MainRow) -> Mark | None:
+        """From the baseline's end back to where the average was better than it ever was."""
+        if row.unmatched is None or row.best.target is None:
+            return None
+        count = f"{say_number(row.unmatched.at_least.mean)} {self.axis}s"
+        seeds = f"{row.unmatched.num_seeds} of {row.best.num_seeds}"
+        return Mark(
+            begin=row.unmatched.baseline_end.mean,
+            end=row.unmatched.averaged_from.mean,
+            value=row.best.target,
+            ticks=(),
+            text=f"at least {count} earlier\n(never matched, {seeds} seeds)",
         )
 
 
@@ -172,9 +189,9 @@ def band(
 
 
 def limits(
-    lines: Iterable[Line], metric: Metric, begin: float, end: float, trim: bool = True
+    lines: Sequence[Line], metric: Metric, begin: float, end: float, trim: bool = True
 ) -> tuple[float, float] | None:
-    """From the best value to one that nearly all others beat, with some room."""
+    """From the best value to one that nine of ten others beat, with some room."""
     values = sorted(
         value
         for line in lines
@@ -183,17 +200,37 @@ def limits(
     )
     if not values:
         return None
-    few = len(values) // 33 if trim else 0
-    low, high = values[0], values[-1]
+    few = len(values) // 10 if trim else 0
     if metric.better == "lower":
-        high = values[-1 - few]
+        low, high = min([values[0], *_edges(lines, "low", begin, end)]), values[-1 - few]
     else:
-        low = values[few]
+        low, high = values[few], max([values[-1], *_edges(lines, "high", begin, end)])
     room = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     if metric.better == "lower" and low > 0.0:
         return max(low - room, 0.5 * low), high + room
     top = high + room
     return max(low - room, 0.0), min(top, 1.0) if high <= 1.0 else top
+
+
+def _edges(lines: Sequence[Line], side: str, begin: float, end: float) -> list[float]:
+    """The best values of the bands."""
+    points = (
+        point
+        for line in lines
+        if line.low
+        for point in zip(line.at, getattr(line, side), strict=True)
+    )
+    return [value for at, value in points if begin <= at <= end and value is not None]
+
+
+def _with_room(
+    limits: tuple[float, float], value: float, lower: bool, log: bool
+) -> tuple[float, float]:
+    """Limits with `value` inside, and room for text beyond the best value: no curve is there."""
+    low, high = min(limits[0], value), max(limits[1], value)
+    if not lower:
+        return low, high + 0.2 * (high - low)
+    return (low * (low / high) ** 0.25 if log else low - 0.25 * (high - low)), high
 
 
 def plain(name: str) -> str:

@@ -72,6 +72,20 @@ def test_the_arrow_runs_from_where_the_baseline_got_there_to_where_the_average_d
         assert ticks == places
 
 
+def test_what_was_never_matched_is_marked_as_a_lower_bound() -> None:
+    rows = [
+        {"epoch": e, "step": e, "weights": w, "k": k, "test_loss": loss, "seed": 0}
+        for w, k, losses in (("raw", None, (9, 8, 7, 6, 6)), ("averaged", 2, (9, 9, 5, 4, 4)))
+        for e, loss in enumerate(losses, start=1)
+    ]
+    runs = [Run("toy", "sgd", tuple(rows))]
+    mark = drawings(runs, summarise(runs).recipes[0])[0].panels[0].mark
+    assert mark is not None
+    # Better than 6, the best of the raw weights, from epoch 3 on; these end at epoch 5.
+    assert (mark.begin, mark.end, mark.value) == (5, 3, 6)
+    assert mark.text == "at least 2 epochs earlier\n(never matched, 1 of 1 seeds)"
+
+
 def test_a_line_is_the_mean_and_its_band_the_range_over_seeds(
     drawn: dict[str, Drawing], runs: list[Run]
 ) -> None:
@@ -158,6 +172,24 @@ def test_the_curve_of_targets_passes_through_the_headline(
         v for t, v in zip(panel.lines[0].at, panel.lines[0].mean, strict=True) if t >= point.at
     ]
     assert at_least[0] == point.value
+
+
+def test_the_training_loss_belongs_to_the_raw_weights_alone(drawn: dict[str, Drawing]) -> None:
+    shown = {panel.title: [x.label for x in panel.lines] for panel in drawn["curves"].panels}
+    all_three = ["raw weights", "raw weights, BatchNorm re-estimated", "average, k = 10"]
+    assert shown == {
+        "test loss": all_three,
+        "training loss": ["raw weights"],
+        "test accuracy": all_three,
+        "test accuracy (top-5)": all_three,
+    }
+
+
+def test_a_plain_optimizer_comes_before_one_that_wraps_it(runs: list[Run]) -> None:
+    report = summarise(runs[::-1])
+    names = [drawing.name for drawing in drawings(runs[::-1], report.recipes[0])]
+    assert names[0] == "saving"
+    assert "saving-lookahead-sgd" in names
 
 
 def test_the_early_phase_is_cut_out(drawn: dict[str, Drawing], runs: list[Run]) -> None:
