@@ -8,9 +8,10 @@ from typing import TypeAlias
 from torch_lawa.reporting.panels import Line, Panel, Point
 from torch_lawa.reporting.runs import Run, Series
 from torch_lawa.reporting.savings import Metric
-from torch_lawa.reporting.scenes import Scene, band, plain, say_series
+from torch_lawa.reporting.scenes import Scene, plain, say_series
 from torch_lawa.reporting.styles import Dashes, Style
 from torch_lawa.reporting.summary import MainRow, TargetSaving
+from torch_lawa.reporting.views import band
 
 __all__ = ["batch_norm", "coefficients", "target", "windows"]
 

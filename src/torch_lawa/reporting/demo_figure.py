@@ -9,8 +9,8 @@ from torch_lawa.core.records import Row
 from torch_lawa.reporting.drawing import Drawing, draw
 from torch_lawa.reporting.panels import Line, Mark, Panel
 from torch_lawa.reporting.savings import Comparison, Curve, Metric, compare
-from torch_lawa.reporting.scenes import band
 from torch_lawa.reporting.styles import AVERAGED, RAW, USUAL, Style
+from torch_lawa.reporting.views import band
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

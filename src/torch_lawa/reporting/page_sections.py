@@ -156,15 +156,19 @@ class _Recipe:
         if not shown:
             return Markup("")
         heading = "Lookahead" if shown[0].kind == "lookahead" else "Run against run"
+        names = [run.name for run in self.scene.runs]
         others = [row for row in self.main.main if row.averaged_run != row.baseline_run]
+        others.sort(key=lambda row: names.index(row.averaged_run))
+        raw = sorted(self.main.runs, key=lambda row: names.index(row.run))
         averages = [row for row in self.main.windows if row.default]
-        usual = [row for row in self.main.runs if row.series.batch_norm is None]
+        averages.sort(key=lambda row: names.index(row.run))
+        usual = [row for row in raw if row.series.batch_norm is None]
         parts = [
             element("h3", heading),
             element("p", seen_in_runs(self.metric, usual, lambda row: row.run)),
             element("p", seen_against_others(self.metric, others)),
             *map(figure, shown),
-            runs_table(self.main, self.main.runs, averages, "Every run, raw and averaged"),
+            runs_table(self.main, raw, averages, "Every run, raw and averaged"),
         ]
         if others:
             caption = f"The average of one run against another: {plain(self.metric.name)}"
@@ -215,8 +219,12 @@ class _Recipe:
 
 
 def _notes(rows: Sequence[MainRow]) -> list[Markup]:
-    """What limits each comparison."""
-    said = [element("li", f"{row.label}: {note}") for row in rows for note in row.notes]
+    """What limits comparisons, each said once."""
+    about: dict[str, list[str]] = {}
+    for row in rows:
+        for note in row.notes:
+            about.setdefault(note, []).append(row.label)
+    said = [element("li", f"{note} ({'; '.join(labels)})") for note, labels in about.items()]
     return [element("ul", *said, class_="note")] if said else []
 
 

@@ -59,13 +59,14 @@ def the_finding(recipe: str, report: MetricReport, rows: Sequence[MainRow]) -> l
             f"{say_number(amount.baseline_at.mean)}: {saved(amount, axis)} earlier."
         )
     honest = (
-        "That is the longest stretch over all values, so it flatters. The raw weights' own final "
+        "The value is the one with the longest stretch, so it flatters. The raw weights' own final "
         f"value: {_at(row.final, axis)}. Their best value: {_at(row.best, axis)}."
     )
     if row.unmatched is not None and row.headline is not None:
         honest += (
             f" From {axis} {say_number(row.unmatched.averaged_from.mean)} on the average was "
-            f"better than they ever were, in {row.unmatched.num_seeds} of {row.final.num_seeds} seeds."
+            "better than they ever were, in "
+            f"{row.unmatched.num_seeds} of {row.final.num_seeds} seeds."
         )
     others = [
         "Against raw weights evaluated as usual, with running BatchNorm statistics, the "
@@ -172,10 +173,11 @@ def seen_early(metric: Metric, rows: Sequence[WindowRow], axis: Axis, end: float
 def seen_at_targets(metric: Metric, row: MainRow) -> str:
     """How the saving changes towards hard targets."""
     curve = row.curve
+    num_seeds = max(curve.num_both, default=0)
     known = [
         (target, value)
-        for target, value in zip(curve.target, curve.saved, strict=True)
-        if value is not None
+        for target, value, num_both in zip(curve.target, curve.saved, curve.num_both, strict=True)
+        if value is not None and num_both == num_seeds
     ]
     if not known:
         return ""
@@ -183,8 +185,9 @@ def seen_at_targets(metric: Metric, row: MainRow) -> str:
     hardest, last = known[-1]
     text = (
         f"The mean saving is largest, {_count(best, row.axis)}, at "
-        f"{say_value(metric, best_target)}; at {say_value(metric, hardest)}, the hardest value "
-        f"that both reached in some seed, it is {_count(last, row.axis)}."
+        f"{say_value(metric, best_target)}; at {say_value(metric, hardest)}, the hardest value that "
+        f"both reached in {num_seeds} of {row.final.num_seeds} seeds, it is "
+        f"{_count(last, row.axis)}."
     )
     if row.unmatched is not None:
         text += (
