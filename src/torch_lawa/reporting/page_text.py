@@ -185,8 +185,8 @@ def seen_at_targets(metric: Metric, row: MainRow) -> str:
     hardest, last = known[-1]
     text = (
         f"The mean saving is largest, {_count(best, row.axis)}, at "
-        f"{say_value(metric, best_target)}; at {say_value(metric, hardest)}, the hardest value that "
-        f"both reached in {num_seeds} of {row.final.num_seeds} seeds, it is "
+        f"{say_value(metric, best_target)}; at {say_value(metric, hardest)}, the hardest value "
+        f"that both reached in {num_seeds} of {row.final.num_seeds} seeds, it is "
         f"{_count(last, row.axis)}."
     )
     if row.unmatched is not None:
