@@ -51,7 +51,7 @@ def say_number(number: float | None) -> str:
     if number is None:
         return "-"
     whole = abs(number - round(number)) < 0.05 or abs(number) >= 1000
-    return f"{number:,.0f}" if whole else f"{number:,.1f}"
+    return f"{round(number):,}" if whole else f"{number:,.1f}"  # round: there is no "-0"
 
 
 def say_saved(number: float | None) -> str:
@@ -77,7 +77,7 @@ def say_duration(seconds: float | None) -> str:
     """
     if seconds is None:
         return "-"
-    sign, left = ("-" if seconds < 0 else ""), abs(seconds)
+    sign, left = ("-" if seconds <= -0.05 else ""), abs(seconds)
     if left < 59.95:
         return f"{sign}{left:.1f} s"
     minutes, whole = divmod(round(left), 60)

@@ -8,6 +8,7 @@ import pytest
 
 from torch_lawa.core.records import Row
 from torch_lawa.errors import FormatError
+from torch_lawa.reporting.reading import files_of
 from torch_lawa.reporting.runs import Metric, Run, Series, load_runs, metrics_of
 
 LOSS = Metric("test_loss", "lower")
@@ -53,6 +54,7 @@ def test_the_order_of_files_does_not_matter_and_one_named_twice_counts_once(tmp_
     assert there.seeds == back.seeds == (2, 10)
     assert there.curves(Series(), LOSS) == back.curves(Series(), LOSS)
     assert len(back.rows) == 4
+    assert files_of([*files, tmp_path / "." / "2.jsonl"]) == files
 
 
 def test_old_rows_have_no_coefficients_and_no_names(tmp_path: Path) -> None:

@@ -94,6 +94,9 @@ def test_seeds_share_the_target_and_the_spread_is_theirs() -> None:
         (2, 6, 4),
     ]
     assert (headline.saved, headline.spread, headline.percent) == (2, (2, 2), 40.0)
+    # At 8 both raw runs came at epoch 2, the averages at 2 and 4: 0 and -2, whose sd is root 2.
+    assert compare(rows, LOSS).saving_at(8).sd == pytest.approx(2**0.5)
+    assert compare(rows_of([9, 8], [None, 8]), LOSS).saving_at(8).sd is None
 
 
 def test_a_target_that_one_seed_never_reached_is_no_headline() -> None:

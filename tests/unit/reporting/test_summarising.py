@@ -11,6 +11,7 @@ import pytest
 from torch_lawa.core.records import Row
 from torch_lawa.errors import ConfigError, FormatError
 from torch_lawa.reporting.runs import Run, Series
+from torch_lawa.reporting.savings import Metric, compare_series
 from torch_lawa.reporting.summarising import summarise
 from torch_lawa.reporting.summary import MainRow, MetricReport, Stretch
 
@@ -144,6 +145,7 @@ def test_an_average_that_is_not_finite_is_behind() -> None:
     window = report_on(run_of(rows)).windows[0]
     [stretch] = window.behind
     assert (stretch.begin, stretch.end, stretch.worst_by) == (2, 2, None)
+    assert (window.num_behind, window.num_compared) == (1, 2)
 
 
 def test_every_average_has_a_row_in_the_order_of_its_window() -> None:
@@ -168,6 +170,18 @@ def test_every_average_has_a_row_in_the_order_of_its_window() -> None:
     assert windows[2].best.mean == 6
     assert last.charged_seconds is not None
     assert last.charged_seconds.mean == 0.5 + 0.25 + 2.0  # collected, evaluated, re-estimated
+
+
+def test_of_the_first_window_uniform_coefficients_and_fresh_statistics_are_the_default() -> None:
+    rows = rows_of([9, 8]) + rows_of([None, 7], 2, coefficients="exponential:0.9", batch_norm=FRESH)
+    copied = rows_of([None, 7], 2, batch_norm="copied")
+    fresh = rows_of([None, 7], 2, batch_norm=FRESH)
+    for averages, expected in (
+        (copied + fresh, Series(2, "uniform", FRESH)),
+        (copied, Series(2, "uniform", "copied")),
+        ([], Series(2, "exponential:0.9", FRESH)),
+    ):
+        assert report_on(run_of(rows, averages)).main[0].averaged == expected
 
 
 def test_the_default_average_can_be_chosen_by_k() -> None:
@@ -224,6 +238,18 @@ def test_who_is_looked_at_more_often_gains_nothing_by_it() -> None:
         "The baseline was evaluated every 2 epochs, the average every epoch: only evaluations that "
         "both have count here, and where each first reached a value is known no closer than that.",
     )
+
+
+def test_looks_at_the_raw_weights_that_do_not_count_are_not_charged_to_the_average() -> None:
+    rows = rows_of([9, 8, 8, 7, 7, 6]) + rows_of([None, None, 6, None, None, 5], 3)
+    for row in rows:
+        row |= {"train_seconds": 100.0 * row["epoch"], "evaluate_seconds": 1.0}
+    run = run_of(rows)
+    lines = (run, Series()), (run, Series(3, "uniform"))
+    compared = compare_series(*lines, Metric("loss", "lower"), axis="seconds")
+    # Raw weights looked at in epochs 1, 2, 3 and 6; the average in 3 and 6.
+    assert compared.baseline[0].at == (101.0, 202.0, 303.0, 604.0)
+    assert compared.averaged[0].at == (303.0 + 1.0, 604.0 + 2.0)
 
 
 def test_limits_are_told_seeds_ends_and_unknown_time() -> None:
