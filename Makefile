@@ -40,6 +40,12 @@ test-data: $(VENV)/.dev
 	@test -n "$(LAWA_DATA)" || { echo "say where the data is: make test-data LAWA_DATA=FOLDER"; exit 1; }
 	LAWA_DATA=$(LAWA_DATA) $(BIN)/python -m pytest -n auto -m data
 
+# Playwright brings its own Chromium where it can be downloaded; else one of the system is taken.
+test-browser: $(VENV)/.dev
+	$(PIP) -e '.[dev,browser]'
+	-$(BIN)/playwright install chromium
+	LAWA_SCREENSHOTS=runs/screenshots $(BIN)/python -m pytest -p no:xdist -m browser tests/browser
+
 # Needs no environment of ours: PYTHON is an interpreter with torch for CUDA and pytest.
 test-gpu:
 	PYTHONPATH=src:tests $(PYTHON) -m pytest -q -p no:cacheprovider --noconftest \
