@@ -44,6 +44,7 @@ def show_report(report: Report, console: Console) -> None:
             console.rule(
                 Text(f"{recipe.recipe}: {metric.metric.name.replace('_', ' ')}", style="bold"),
                 align="left",
+                style="dim",
             )
             _show_metric(metric, recipe, console, several=several)
         for note in recipe.notes:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch_lawa.core.records import Row
 from torch_lawa.reporting.runs import Run, Series
 from torch_lawa.reporting.savings import Comparison, Metric, compare_series
+from torch_lawa.reporting.summarising import summarise
 
 LOSS, ACCURACY = Metric("loss", "lower"), Metric("accuracy", "higher")
 RAW, MEAN = Series(), Series(2, "uniform")
@@ -127,6 +128,19 @@ def test_the_order_of_rows_and_seeds_does_not_matter(
     moved = compared([{**row, "seed": renamed[row["seed"]]} for row in rows], metric)
     assert [s.saved for s in moved.savings] == [s.saved for s in one.savings]
     assert [s.sd for s in moved.savings] == [s.sd for s in one.savings]
+
+
+@settings(max_examples=50)
+@given(seeds, metrics, st.randoms(use_true_random=False))
+def test_a_whole_report_does_not_depend_on_the_order_of_rows(
+    curves: dict[int, tuple[Points, Points]], metric: Metric, luck: random.Random
+) -> None:
+    rows = rows_of(curves, metric)
+    one, other = (
+        summarise([Run("toy", "sgd", tuple(some))], k=2)
+        for some in (rows, luck.sample(rows, len(rows)))
+    )
+    assert one == other
 
 
 @given(seeds, metrics, st.data())
