@@ -40,11 +40,22 @@ def lend(model: nn.Module, tensors: Iterable[Tensor], write: Callable[[], None])
     try:
         with ordinary_mode():
             write()
+        _forget_casts()
         yield
     finally:
         del _lent[id(inner)]
         with ordinary_mode():
             _copy(touched, before)
+        _forget_casts()
+
+
+def _forget_casts() -> None:
+    """Inside `torch.autocast`, drop its low-precision copies of weights that have just changed.
+
+    It keeps one of each parameter until its outermost block ends, and does not notice `copy_`:
+    the model would go on with the weights it had before.
+    """
+    torch.clear_autocast_cache()
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 from training import rows_of, run, smoke_plan
 
+from torch_lawa.offline.sweep import plan_sweep, run_sweep
+from torch_lawa.recipes.replay import RunEvaluator
 from torch_lawa.recipes.task import Place
 
 pytestmark = pytest.mark.gpu
@@ -32,3 +34,18 @@ def test_it_resumes_bit_for_bit(recipe: str, changes: dict[str, object], tmp_pat
         (tmp_path / name / "averaged.safetensors").read_bytes() for name in ("whole", "parts")
     ]
     assert averaged[0] == averaged[1]
+
+
+def test_a_sweep_of_the_trajectory_gives_the_rows_of_the_run(tmp_path: Path) -> None:
+    plan = smoke_plan("cifar100-resnet34", width=16)
+    run(plan, tmp_path, place=Place(torch.device("cuda", 0)), save_trajectory=True)
+    swept = run_sweep(
+        plan_sweep(tmp_path / "trajectory", [1, 2, 3]), evaluator=RunEvaluator(tmp_path)
+    )
+    key = ("step", "k", "test_loss", "test_accuracy")
+    online = {
+        tuple(row[name] for name in key)
+        for row in rows_of(tmp_path)
+        if row["batch_norm"] == "re-estimated" and row["coefficients"] in (None, "uniform")
+    }
+    assert {tuple(row[name] for name in key) for row in swept} == online

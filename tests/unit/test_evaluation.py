@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_lawa import Explicit, LatestWeightAverager
+from torch_lawa import Explicit, LatestWeightAverager, recalibrate_batch_norm
 from torch_lawa.core.records import MetricsWriter, read_metrics
 from torch_lawa.errors import ConfigError
 from torch_lawa.evaluation import evaluate_side_by_side
@@ -221,3 +221,34 @@ def test_mistakes_are_named(model: nn.Linear) -> None:
     net = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
     with pytest.raises(ConfigError, match="loader="):
         evaluate_side_by_side(net, averager, weight, batch_norm=["re-estimated"])
+
+
+def test_inside_autocast_every_row_has_its_own_weights_and_statistics() -> None:
+    """Against each average swapped in and evaluated by itself, in an autocast block of its own."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    averager = LatestWeightAverager(k=3)
+    for _ in range(3):
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.normal_()
+        averager.collect(net)
+    loader = [torch.randn(16, 3) for _ in range(2)]
+    x = torch.randn(5, 3)
+
+    def evaluate(net: nn.Module) -> dict[str, float]:
+        return {"loss": net(x).double().square().sum().item()}
+
+    def alone(k: int) -> float:
+        with averager.swapped_into(net, k), torch.autocast("cpu", torch.bfloat16):
+            recalibrate_batch_norm(net, loader)
+            with torch.no_grad():
+                return evaluate(net.eval())["loss"]
+
+    expected = {k: alone(k) for k in (1, 2, 3)}
+    net.train()
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = evaluate_side_by_side(net, averager, evaluate, ks=[2, 3, 1], loader=loader)
+    assert {row["k"]: row["loss"] for row in rows[2:]} == expected
+    assert rows[1]["loss"] == expected[1]  # the raw weights are those of k = 1
+    assert len({*expected.values(), rows[0]["loss"]}) == 4

@@ -185,3 +185,25 @@ def test_compiled_graphs_stay_valid() -> None:
                 assert torch.equal(lent, model(x))
             assert torch.equal(compiled(x), raw)
     assert not torch.equal(lent, raw)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_autocast_does_not_go_on_with_the_weights_before(grad: bool) -> None:
+    """It keeps bfloat16 copies of the weights until its block ends, and does not notice a swap."""
+    model, averager = trained()
+    model.eval()
+    x = torch.randn(2, 1, 8, 8)
+
+    def output() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(grad):
+            return model(x).detach()
+
+    raw = output()
+    with averager.swapped_into(model):
+        lent = output()
+    assert not torch.equal(lent, raw)
+    with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(grad):
+        assert torch.equal(model(x), raw)
+        with averager.swapped_into(model):
+            assert torch.equal(model(x), lent)
+        assert torch.equal(model(x), raw)

@@ -18,8 +18,10 @@ from torch_lawa.errors import ConfigError, LawaError, StateError
 from torch_lawa.recipes.configs import RECIPES
 from torch_lawa.recipes.loop import train
 from torch_lawa.recipes.optimizers import Lookahead, build_optimizer, learning_rate
+from torch_lawa.recipes.replay import RunEvaluator
 from torch_lawa.recipes.run_folder import RunFolder, RunPlan
 from torch_lawa.recipes.task import Place
+from torch_lawa.recipes.trainer import Trainer
 
 STEPS = 4 * 28  # of the smoke run of the digits
 
@@ -289,3 +291,29 @@ def test_a_plan_names_its_run() -> None:
     assert name() == "adamw"
     assert name(schedule="constant") == "adamw, constant rate"
     assert name(lookahead=True, optimizer="sgd") == "lookahead(sgd)"
+
+
+def test_low_precision_rows_are_those_of_the_trajectory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: every row, evaluated again by itself from the files, has the same values."""
+    low = torch.autocast("cpu", torch.bfloat16)
+    monkeypatch.setattr(Trainer, "autocast", lambda self: low)
+    run(smoke_plan("digits", ks=(2, 3)), tmp_path, save_trajectory=True)
+    again = RunEvaluator(tmp_path, device="cpu")
+    snapshots = [load_file(path) for path in sorted((tmp_path / "trajectory").iterdir())]
+    checked = 0
+    for row in rows_of(tmp_path):
+        if row["batch_norm"] == "re-estimated":
+            window = snapshots[row["epoch"] - (row["k"] or 1) : row["epoch"]]
+            mean = {
+                name: torch.stack([s[name].double() for s in window]).mean(0).to(tensor.dtype)
+                if tensor.is_floating_point()
+                else tensor
+                for name, tensor in window[-1].items()
+            }
+            values = again(mean)
+            names = ("test_loss", "test_accuracy")
+            assert [values[name] for name in names] == [row[name] for name in names], row
+            checked += 1
+    assert checked == 4 + 3 + 2
