@@ -12,6 +12,9 @@ from torch_lawa.reporting.curves import BETTER
 __all__ = ["files_of", "read_rows"]
 
 _COUNTS = {"epoch", "step", "num_devices", "k"}
+_IDENTITY = (
+    "recipe", "run", "seed", "step", "epoch", "weights", "k", "coefficients", "batch_norm",
+)  # fmt: skip
 _LABELS = ("recipe", "run", "seed", "coefficients", "batch_norm", "device")
 
 
@@ -90,17 +93,16 @@ def _checked(row: Row) -> Row:
 
 def _identity(row: Row) -> tuple[Any, ...]:
     """What makes a row the one that tells this moment of this series of this run."""
-    names = ("recipe", "run", "seed", "step", "epoch", "weights", "k", "coefficients", "batch_norm")
     coefficients = row.get("coefficients") or "uniform" if row["weights"] == "averaged" else None
     row = {**row, "coefficients": coefficients}
     if row.get("step") is not None:
         row.pop("epoch", None)
-    return tuple(str(row.get(name)) for name in names)
+    return tuple(str(row.get(name)) for name in _IDENTITY)
 
 
 def _agree(one: Row, other: Row) -> bool:
     """Whether two rows tell the same, as those of a run and of a sweep over its checkpoints do."""
-    shared = one.keys() & other.keys()
+    shared = (one.keys() & other.keys()) - set(_IDENTITY)
     return all(one[n] == other[n] for n in shared if not n.endswith("_seconds"))
 
 

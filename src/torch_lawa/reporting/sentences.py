@@ -44,14 +44,15 @@ def _once(rows: Sequence[MainRow]) -> list[MainRow]:
 
 def _behind(prefix: str, metric: Metric, axis: Axis, row: WindowRow) -> str:
     who = f"{prefix}{row.series.label}"
-    share = f"{row.num_behind} of {row.num_compared} evaluations of all seeds"
+    most, all_seeds = _in_most([row]), " of all seeds" if _in_most([row]) else ""
+    share = f"{row.num_behind} of {row.num_compared} evaluations{all_seeds}"
     if not row.behind:
         scattered = f" ({share} were)" if row.num_behind else ""
-        return f"{who}: at no time behind its raw weights in most seeds{scattered}."
+        return f"{who}: at no time behind its raw weights{most}{scattered}."
     worst = max(row.behind, key=lambda s: float("inf") if s.worst_by is None else s.worst_by)
     by = "not finite" if worst.worst_by is None else f"by {say_difference(metric, worst.worst_by)}"
     return (
-        f"{who}: behind its raw weights in most seeds at {say_stretches(row.behind, axis)} "
+        f"{who}: behind its raw weights{most} at {say_stretches(row.behind, axis)} "
         f"({share}), at worst {by} at {say_axis(axis, 1)} {say_number(worst.worst_at)}."
     )
 
@@ -86,10 +87,16 @@ def _others(prefix: str, axis: Axis, rows: Sequence[WindowRow]) -> list[str]:
     never = [row.series.label for row in rows if not row.behind]
     said = []
     if lost:
-        said.append(f"{prefix}other averages behind in most seeds: {'; '.join(lost)}.")
+        said.append(f"{prefix}other averages behind{_in_most(rows)}: {'; '.join(lost)}.")
     if never:
-        said.append(f"{prefix}other averages at no time behind in most seeds: {'; '.join(never)}.")
+        some = "; ".join(never)
+        said.append(f"{prefix}other averages at no time behind{_in_most(rows)}: {some}.")
     return said
+
+
+def _in_most(rows: Sequence[WindowRow]) -> str:
+    several = any(row.final is not None and row.final.num_seeds > 1 for row in rows)
+    return " in most seeds" if several else ""
 
 
 def limits_of(baseline: Line, averaged: Line, metric: Metric, axis: Axis) -> tuple[str, ...]:

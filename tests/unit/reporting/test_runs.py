@@ -93,6 +93,7 @@ def test_rows_of_a_sweep_stand_beside_those_of_its_run(tmp_path: Path) -> None:
     """A sweep repeats what the run found, without its clock, and adds windows of its own."""
     online = [row(2, 8, train_seconds=5.0), row(2, 7, k=2, train_seconds=5.0)]
     swept = [row(2, 8), row(2, 7, k=2), row(2, 6, k=3)]
+    swept = [{**row, "coefficients": "uniform"} for row in swept]  # of raw rows too
     a, b = write(tmp_path / "a.jsonl", online), write(tmp_path / "b.jsonl", swept)
     for files in ([a, b], [b, a]):
         [run] = load_runs(files)
