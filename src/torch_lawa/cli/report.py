@@ -64,7 +64,7 @@ def command(
     as_json: bool,
     overwrite: bool,
 ) -> None:
-    """Show what averaging saved: tables, figures, one self-contained page.
+    """Show what averaging saved: tables, figures, one page.
 
     METRICS are metrics.jsonl files, or folders with such files in or below them. Seeds of one run
     are put together; runs of one recipe are held against each other.
