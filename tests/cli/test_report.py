@@ -133,6 +133,17 @@ def test_savings_stand_in_epochs_time_and_gpu_hours_against_every_baseline(
     assert other[0] == ["longest 6.0000", "3", "2", "1", "33%", "1:00:00", "2.00"]
     assert "- adam, k = 2: behind its raw weights at epochs 3–15 (13 of 14" in said
     assert "adam, k = 2 against raw (1 seed)" in said
+    assert "Better at its end than the baseline ever was." in said
+
+
+def test_a_baseline_that_never_got_there_gives_a_lower_bound(lawa: Lawa, metrics: Path) -> None:
+    better = metrics.read_text().replace('"averaged", "test_loss": 6', '"averaged", "test_loss": 5')
+    metrics.write_text(better)
+    _, said, _ = lawa(metrics, columns=200)
+    assert (
+        "From epoch 2 on better than the baseline ever was: never matched by the baseline in 15 "
+        "epochs, so more than 13 saved."
+    ) in said
 
 
 def test_one_metric_and_one_window_can_be_asked_for(lawa: Lawa) -> None:

@@ -214,6 +214,8 @@ def _unmatched(row: MainRow) -> str:
     seeds = (
         f" in {found.num_seeds} of {row.final.num_seeds} seeds" if row.final.num_seeds > 1 else ""
     )
+    if found.at_least.mean <= 0:
+        return f"Better at its end than the baseline ever was{seeds}."
     return (
         f"From {say_axis(row.axis, 1)} {say_number(found.averaged_from.mean)} on better than the "
         f"baseline ever was{seeds}: never matched by the baseline in "
