@@ -262,3 +262,31 @@ def test_a_run_without_averages_is_said_to_be_one(lawa: Lawa, metrics: Path) -> 
 
 def test_the_tables_need_no_torch(metrics: Path) -> None:
     assert run_without("torch", metrics).returncode == 0
+
+
+def test_a_bound_that_only_some_seeds_have_says_so(tmp_path: Path, lawa: Lawa) -> None:
+    rows = [
+        {"epoch": epoch, "seed": seed, "k": k, "weights": "averaged" if k else "raw", "a_loss": v}
+        for seed, averaged in ((0, 1.0), (1, 9.5))
+        for k, values in ((None, (9.0, 8.0, 7.0)), (2, (averaged,) * 3))
+        for epoch, v in enumerate(values, start=1)
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, said, _ = lawa(path)
+    assert code == 0
+    assert "> 2 in 1 of 2" in said
+
+
+def test_a_plain_run_comes_before_one_that_wraps_it(tmp_path: Path, lawa: Lawa) -> None:
+    for folder, run in (("a", "lookahead(sgd)"), ("b", "sgd")):
+        rows = [
+            {"run": run, "epoch": e, "k": k, "weights": "averaged" if k else "raw", "a_loss": 9 - e}
+            for e in (1, 2)
+            for k in (None, 2)
+        ]
+        (tmp_path / folder).mkdir()
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / folder / "metrics.jsonl").write_text(text)
+    _, said, _ = lawa(tmp_path)
+    assert said.index("\nsgd, k = 2") < said.index("\nlookahead(sgd), k = 2")

@@ -233,7 +233,13 @@ def _longest(row: WindowRow, axis: Axis) -> str:
     if row.headline is not None:
         amount = row.headline.epochs if axis == "epoch" else row.headline.steps
         return "-" if amount is None else f"{_plus_minus(amount.saved)}"
-    return "-" if row.unmatched is None else f"> {say_number(row.unmatched.at_least.mean)}"
+    if row.unmatched is None:
+        return "-"
+    bound = f"> {say_number(row.unmatched.at_least.mean)}"
+    num_seeds = row.final.num_seeds if row.final is not None else row.unmatched.num_seeds
+    if row.unmatched.num_seeds == num_seeds:
+        return bound
+    return f"{bound} in {row.unmatched.num_seeds} of {num_seeds}"
 
 
 def _percent(amount: Amount) -> str:

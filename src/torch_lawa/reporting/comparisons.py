@@ -130,6 +130,8 @@ def _view(scene: Scene, run: Run, row: MainRow, metric: Metric) -> tuple[float, 
     hardest = row.curve.target[-1]
     known = [value for value in begins if value is not None]
     first = min(known, key=lambda value: abs(value - hardest), default=row.curve.target[0])
+    if first == hardest:  # it never got better than it began
+        first = row.curve.target[0] if row.curve.target[0] != hardest else 0.9 * hardest - 1e-6
     return first - 0.15 * (hardest - first), hardest + 0.02 * (hardest - first)
 
 

@@ -170,12 +170,17 @@ class Run:
 
 
 def load_runs(paths: Sequence[Path]) -> list[Run]:
-    """Runs of all the files; a folder stands for the `metrics.jsonl` files in and below it."""
+    """Runs of all the files; a folder stands for the `metrics.jsonl` files in and below it.
+
+    A plain optimizer comes before one that wraps it, such as lookahead(sgd): it is what others are
+    measured by, and the order of files says nothing.
+    """
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in read_rows(paths):
         key = (str(row.get("recipe") or "run"), str(row.get("run") or "raw"))
         groups.setdefault(key, []).append(row)
-    return [Run(recipe, name, tuple(own)) for (recipe, name), own in groups.items()]
+    found = [Run(recipe, name, tuple(own)) for (recipe, name), own in groups.items()]
+    return sorted(found, key=lambda run: "(" in run.name)
 
 
 def metrics_of(rows: Iterable[Row]) -> list[Metric]:

@@ -19,10 +19,7 @@ class Scene:
 
     def __init__(self, report: RecipeReport, runs: Sequence[Run]) -> None:
         self.report = report
-        own = [run for run in runs if run.recipe == report.recipe]
-        # A plain optimizer before one that wraps it, such as lookahead(sgd): it is what others
-        # are measured by, and the order of files says nothing.
-        self.runs = sorted(own, key=lambda run: "(" in run.name)
+        self.runs = [run for run in runs if run.recipe == report.recipe]
         self.axis = report.axis
         # Where metrics have different defaults, that of the value shown first.
         windows = [row for metric in (*self.shown, *report.metrics) for row in metric.windows]

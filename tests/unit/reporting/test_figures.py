@@ -185,13 +185,6 @@ def test_the_training_loss_belongs_to_the_raw_weights_alone(drawn: dict[str, Dra
     }
 
 
-def test_a_plain_optimizer_comes_before_one_that_wraps_it(runs: list[Run]) -> None:
-    report = summarise(runs[::-1])
-    names = [drawing.name for drawing in drawings(runs[::-1], report.recipes[0])]
-    assert names[0] == "saving"
-    assert "saving-lookahead-sgd" in names
-
-
 def test_the_early_phase_is_cut_out(drawn: dict[str, Drawing], runs: list[Run]) -> None:
     panel = drawn["early"].panels[0]
     assert panel.x_limits == (0.0, pytest.approx(1.02 * 17))  # k = 10 and seven more
