@@ -91,6 +91,7 @@ def test_a_run_from_begin_to_report(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "digits, sgd, seed 2: 4 epochs on cpu" in shown
     assert "\nepoch 4  " in shown
+    assert shown.endswith("lawa report runs/digits-sgd-seed-2\n")
     run = Path("runs/digits-sgd-seed-2")
     last = rows_of(run)[-1]
     config = json.loads((run / "config.json").read_text())
@@ -106,6 +107,8 @@ def test_a_run_from_begin_to_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert lawa(*DIGITS, "--overwrite", "--json") == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert rows[-1]["test_loss"] == last["test_loss"]
+    assert lawa("report", "runs") == 0
+    assert "digits: test loss" in capsys.readouterr().out
 
 
 def test_metrics_of_something_else_are_not_replaced(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,13 @@ def _recipe(config: type[TrainConfig]) -> click.Command:
 
     hyper = [_option(item, config) for item in dataclasses.fields(config)]
     about = f"{config.about}\n\nOptions with the paper's values, or ours where it is silent."
-    return click.Command(config.recipe, callback=callback, params=[*_RUN, *hyper], help=about)
+    return click.Command(
+        config.recipe,
+        callback=callback,
+        params=[*_RUN, *hyper],
+        help=about,
+        short_help=config.about,
+    )
 
 
 _RUN: list[click.Parameter] = [
@@ -195,6 +201,8 @@ def _run(plan: "RunPlan", folder: "RunFolder", options: Mapping[str, Any]) -> in
             err=True,
         )
         return 130
+    if not options["as_json"]:
+        click.echo(f"Finished. What averaging saved: lawa report {folder.path}")
     return 0
 
 
