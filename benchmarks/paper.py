@@ -1,0 +1,125 @@
+"""The paper's experiments on one GPU, several runs at a time.
+
+    python benchmarks/paper.py 'cifar100-*' --data data --out runs/paper     # starts what matches
+    python benchmarks/paper.py --list
+
+Each run is `lawa train` in a folder of its own, with its output beside it; a run that is there is
+resumed. Two to five runs of the ResNets share a large GPU at little cost, since one alone leaves
+it idle between kernels. Ctrl-C stops them all, and each saves a checkpoint. `--keep FOLDER` copies
+what belongs in a record: configurations and metrics.
+"""
+
+import argparse
+import fnmatch
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+CIFAR = ["cifar100-resnet34", "--variants-every", "10"]
+TINY = [
+    "imagenet-resnet50", "--image-size", "64", "--calibration-batches", "10",
+    "--coefficients", "uniform,exponential:0.9", "--batch-norm", "re-estimated,copied",
+    "--variants-every", "5",
+]  # fmt: skip
+# A stand-in: a fifth of WikiText-103's text in short sequences, for minutes rather than days.
+ROBERTA = [
+    "wikitext103-roberta", "--sequence-length", "128", "--batch-size", "256",
+    "--micro-batch-size", "256", "--epochs", "12", "--warmup-steps", "700", "--nu", "100",
+    "--coefficients", "uniform,exponential:0.9", "--variants-every", "5",
+]  # fmt: skip
+
+RUNS: dict[str, list[str]] = {
+    **{f"cifar100-sgd-{s}": [*CIFAR, "--seed", str(s)] for s in range(3)},
+    **{
+        f"cifar100-lookahead-{s}": [*CIFAR, "--lookahead", "--evaluate-every", "2",
+                                    "--variants-every", "5", "--seed", str(s)]
+        for s in range(3)
+    },
+    **{f"tiny-imagenet-sgd-{s}": [*TINY, "--seed", str(s)] for s in range(3)},
+    # More steps an epoch and noisier ones: is that what averaging lacks on so few images?
+    **{
+        f"tiny-imagenet-batch-64-{s}": [*TINY, "--batch-size", "64", "--learning-rate", "0.025",
+                                        "--seed", str(s)]
+        for s in range(3)
+    },
+    "roberta-decaying-0": [*ROBERTA, "--seed", "0"],
+    "roberta-constant-0": [*ROBERTA, "--schedule", "constant", "--seed", "0"],
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", help="runs, or patterns of them")
+    parser.add_argument("--data", type=Path, default=Path("data"))
+    parser.add_argument("--out", type=Path, default=Path("runs/paper"))
+    parser.add_argument("--keep", type=Path, help="copy configurations and metrics here")
+    parser.add_argument("--trajectory", help="the run that keeps its snapshots")
+    parser.add_argument("--list", action="store_true")
+    arguments = parser.parse_args()
+    chosen = [n for n in RUNS if any(fnmatch.fnmatch(n, p) for p in arguments.names)]
+    if arguments.list or not chosen:
+        for name, words in RUNS.items():
+            print(f"{name:26} lawa train {' '.join(words)}")
+        return
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    started = {
+        name: start(name, arguments.data, arguments.out, keep=name == arguments.trajectory)
+        for name in chosen
+    }
+    try:
+        wait(started, arguments.out)
+    finally:
+        for process in started.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+        for process in started.values():
+            process.wait()
+        if arguments.keep is not None:
+            for name in started:
+                keep(arguments.out / name, arguments.keep / name)
+    failed = [name for name, process in started.items() if process.returncode]
+    sys.exit(f"not finished: {', '.join(failed)}" if failed else 0)
+
+
+def start(name: str, data: Path, out: Path, *, keep: bool) -> "subprocess.Popen[bytes]":
+    words = [*RUNS[name], "--data", str(place_of(data, name)), "-o", str(out / name), "--resume"]
+    words += ["--save-trajectory"] if keep else []
+    with (out / f"{name}.txt").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "torch_lawa", "train", *words],
+            stdout=log,
+            stderr=log,
+            env={"OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1", **os.environ},
+            start_new_session=True,  # Ctrl-C is passed on by us, once
+        )
+
+
+def place_of(data: Path, name: str) -> Path:
+    return data / "tiny-imagenet-50" if name.startswith("tiny-imagenet") else data
+
+
+def wait(started: "dict[str, subprocess.Popen[bytes]]", out: Path) -> None:
+    """Until all have ended; says now and then how far they are."""
+    said = 0.0
+    while any(process.poll() is None for process in started.values()):
+        time.sleep(2)
+        if time.monotonic() - said > 60:
+            said = time.monotonic()
+            for name in started:
+                lines = (out / f"{name}.txt").read_text().strip().splitlines()
+                print(f"{name:26} {lines[-1] if lines else ''}", flush=True)
+
+
+def keep(run: Path, record: Path) -> None:
+    record.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "metrics.jsonl"):
+        if (run / name).exists():
+            shutil.copy(run / name, record / name)
+
+
+if __name__ == "__main__":
+    main()
