@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := pyproject.toml constraints.txt hatch_build.py src/torch_lawa/core/kernels.c
 
-.PHONY: demo test check format bench bench-offline test-gpu test-data test-browser clean help
+.PHONY: demo test check format bench bench-offline test-gpu test-data test-browser test-matrix clean help
 
 help:
 	@echo "make demo       train the embedded default and show what averaging saved"
@@ -17,13 +17,14 @@ help:
 	@echo "make bench-offline  time averaging files against its peers; 40 GB of disk, an hour"
 	@echo "make test-gpu   tests that need a CUDA device"
 	@echo "make test-data LAWA_DATA=FOLDER   tests that need the real data sets"
+	@echo "make test-matrix  sharded models: more placements, stores and rank counts"
 	@echo "make test-browser  the report's page in a headless browser"
 
 demo: $(VENV)/.demo
 	$(BIN)/lawa demo --overwrite
 
 test: check
-	$(BIN)/python -m pytest -n auto -m "not gpu and not data and not browser"
+	$(BIN)/python -m pytest -n auto -m "not gpu and not data and not browser and not matrix"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -39,6 +40,9 @@ format: $(VENV)/.dev
 test-data: $(VENV)/.dev
 	@test -n "$(LAWA_DATA)" || { echo "say where the data is: make test-data LAWA_DATA=FOLDER"; exit 1; }
 	LAWA_DATA=$(LAWA_DATA) $(BIN)/python -m pytest -n auto -m data
+
+test-matrix: $(VENV)/.dev
+	$(BIN)/python -m pytest -m matrix
 
 # Playwright brings its own Chromium where it can be downloaded; else one of the system is taken.
 test-browser: $(VENV)/.dev

@@ -192,13 +192,16 @@ class LatestWeightAverager:
 
         `k` averages only the k newest snapshots, `coefficients` weighs them otherwise than the
         averager would. Tensors have their own dtypes unless `dtype` asks for another, lie where
-        the snapshots do unless `device` does, and are yours.
+        the snapshots do unless `device` does, and are yours. What is sharded in the model (FSDP2,
+        tensor parallel) is a DTensor here, too: nothing is gathered.
         """
         n = self._window_size(k)
         weights = (coefficients or self._coefficients).weights(n)
         with ordinary_mode():
             out = self._allocate(dtype, torch.device(device) if device is not None else None)
             self._window.mean_into(out, n, weights)
+            for name, sharding in self._window.shardings.items():
+                out[name] = sharding.whole(out[name])
         out.update({alias: out[name] for alias, name in self._window.ties.items() if name in out})
         return out
 

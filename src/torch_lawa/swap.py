@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from torch_lawa.core.modes import ordinary_mode
 from torch_lawa.core.selection import unwrap, write_into
+from torch_lawa.core.shards import local, reshard
 from torch_lawa.errors import SwapError
 
 __all__ = ["lend", "refuse_if_lent"]
@@ -32,7 +33,8 @@ def lend(model: nn.Module, tensors: Iterable[Tensor], write: Callable[[], None])
     """
     refuse_if_lent(model, "swapped_into was called")
     inner = unwrap(model)
-    touched = list({id(t): t for t in (*tensors, *inner.buffers())}.values())
+    reshard(inner)
+    touched = list({id(t): t for t in (*tensors, *map(local, inner.buffers()))}.values())
     with ordinary_mode():
         before = [torch.empty_like(t, requires_grad=False) for t in touched]
         _copy(before, touched)
@@ -44,6 +46,7 @@ def lend(model: nn.Module, tensors: Iterable[Tensor], write: Callable[[], None])
         yield
     finally:
         del _lent[id(inner)]
+        reshard(inner)
         with ordinary_mode():
             _copy(touched, before)
         _forget_casts()

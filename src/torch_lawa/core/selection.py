@@ -1,7 +1,8 @@
 """Which tensors of a model are averaged, which are taken from the newest snapshot, and their names.
 
 Names are canonical: what DDP, `torch.compile` and activation checkpointing put in front never
-leaks. Tied weights have one name here, and the others are remembered as ties.
+leaks. Tied weights have one name here, and the others are remembered as ties. Of a sharded tensor
+only the part that lies in this process is seen.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from torch_lawa.core.shards import Sharding, is_fsdp, is_sharded, local, reshard, sharding_of
 from torch_lawa.errors import LayoutError
 
 __all__ = [
@@ -50,6 +52,7 @@ class Selection:
     kept: dict[str, Tensor]  # taken from the newest snapshot: integers, booleans, buffers, frozen
     omitted: dict[str, Tensor]  # frozen, and not wanted at all
     ties: dict[str, str]  # another name of a tensor -> the name it has above
+    shardings: dict[str, Sharding]  # what a tensor above is a part of, where it is one
     known: bool = False  # whether these are the tensors, unchanged, of the selection before
 
     def all(self) -> dict[str, Tensor]:
@@ -74,19 +77,21 @@ class Selector:
         self._seen: list[_Seen] | None = None
         self._places: list[dict[str, int]] = []
         self._ties: dict[str, str] = {}
+        self._shardings: dict[str, Sharding] = {}
 
     def __call__(self, source: nn.Module | Mapping[str, Tensor]) -> Selection:
         """The selection of one model."""
         known = False
         if isinstance(source, nn.Module):
-            tensors = _tensors(source)
+            tensors = [local(tensor) for tensor in _tensors(source)]
             known = _unchanged(tensors, self._seen)
             if not known:
                 self._sort(list(_of_module(source)))
                 self._seen = [_note(tensor) for tensor in tensors]
         elif isinstance(source, Mapping):
-            tensors = list(source.values())
-            self._sort(list(_of_mapping(source)))
+            walked = list(_of_mapping(source))
+            tensors = [local(tensor) for _, tensor, _ in walked]
+            self._sort(walked)
         else:
             raise LayoutError(
                 f"expected a module or a state dict, got {type(source).__name__}: pass the model "
@@ -95,7 +100,7 @@ class Selector:
         averaged, kept, omitted = (
             {name: tensors[i] for name, i in places.items()} for places in self._places
         )
-        return Selection(averaged, kept, omitted, self._ties, known)
+        return Selection(averaged, kept, omitted, self._ties, self._shardings, known)
 
     def _sort(self, walked: list[tuple[str, Tensor, str]]) -> None:
         self._seen = None
@@ -123,13 +128,16 @@ class Selector:
                 "Pass the module that is being trained, or a state dict with its weights."
             )
         self._places, self._ties = [averaged, kept, omitted], ties
+        shardings = {name: sharding_of(walked[i][1]) for name, i in (averaged | kept).items()}
+        self._shardings = {name: found for name, found in shardings.items() if found is not None}
 
 
 def live_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Canonical name -> live tensor, ties under their first name only."""
+    """Canonical name -> live tensor (of a sharded one the part here), ties under one name only."""
+    reshard(model)
     found: dict[object, tuple[str, Tensor]] = {}
     for name, tensor, _ in _of_module(model):
-        found.setdefault(_identity(tensor), (name, tensor))
+        found.setdefault(_identity(tensor), (name, local(tensor)))
     return dict(found.values())
 
 
@@ -176,7 +184,10 @@ def _of_module(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tenso
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
-    """The tensors of `_of_module` in the same order, without the cost of their names."""
+    """The tensors of `_of_module` in the same order, without the cost of their names.
+
+    Gathered parameters of FSDP2 are let go on the way, see `reshard`.
+    """
     found: list[Tensor | None] = []
     todo: list[nn.Module | None] = [module]
     while todo:
@@ -185,6 +196,8 @@ def _tensors(module: nn.Module) -> list[Tensor]:
             continue
         if _wrapper_attribute(type(inside)):
             inside = unwrap(inside)
+        if is_fsdp(type(inside)):
+            inside.reshard()  # type: ignore[operator]
         if inside._parameters:
             found += inside._parameters.values()
         if inside._buffers:
@@ -225,8 +238,12 @@ def _of_mapping(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]
 
 
 def _identity(tensor: Tensor) -> object:
-    """Equal for tensors that are the same memory seen the same way."""
-    if tensor.numel() == 0:
+    """Equal for tensors that are the same memory seen the same way.
+
+    A sharded tensor is known by itself: its part here may be empty, and must have the same names
+    in every process.
+    """
+    if is_sharded(tensor) or tensor.numel() == 0:
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
@@ -239,7 +256,5 @@ def _check(name: str, tensor: Tensor) -> None:
         problem = "is on the meta device and has no values: materialise the model first"
     elif tensor.layout != torch.strided or tensor.is_quantized:
         problem = f"has layout {tensor.layout}: only dense tensors can be averaged"
-    elif hasattr(tensor, "device_mesh"):
-        problem = "is a DTensor: this version averages unsharded models"
     if problem:
         raise LayoutError(f"tensor {name!r} {problem}.")

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch_lawa.core.coefficients import Weights
 from torch_lawa.core.mean import mean_blocks, round_into
 from torch_lawa.core.selection import Selection, write_into
+from torch_lawa.core.shards import Sharding
 from torch_lawa.core.sliding import SlidingSum
 from torch_lawa.errors import LayoutError, NonFiniteWarning
 from torch_lawa.stores.base import Content, Group, Layout, Snapshot, Store, flat_view
@@ -31,6 +32,7 @@ class Window:
     ) -> None:
         self.k = k
         self.ties: dict[str, str] = {}
+        self.shardings: dict[str, Sharding] = {}  # known once a model was seen
         self._store, self._storage_dtype, self._sliding = store, storage_dtype, sliding
         self._sums: dict[int, SlidingSum] = {}  # by group
         self._last_read: tuple[int, ...] = ()
@@ -162,7 +164,7 @@ class Window:
             self.averaged, self.kept = layouts
         else:
             self._follow(selection, notes)
-        self.ties = selection.ties
+        self.ties, self.shardings = selection.ties, selection.shardings
         self._names = (list(self.averaged.signature()), list(self.kept.signature()))
         self._bound = True
 

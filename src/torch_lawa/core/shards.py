@@ -1,0 +1,83 @@
+"""Tensors that are sharded over processes: the part that lies here, and what it is a part of.
+
+Averaging is elementwise, so a shard is averaged where it lies and nobody is asked. DTensors of any
+placement are seen as their local tensors; only what is given back to the user is a DTensor again.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Sharding", "is_fsdp", "is_sharded", "local", "reshard", "sharding_of"]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What a local tensor is a part of: mesh, placements, and the whole tensor's shape."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The DTensor whose local part this is; nothing is copied or sent."""
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            part,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride,
+        )
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor; told by its mesh, since importing the class takes half a second."""
+    return hasattr(tensor, "device_mesh")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that lies in this process; any other tensor itself.
+
+    The very tensor inside, not `to_local()`: that makes a view for autograd, and waits.
+    """
+    if is_sharded(tensor):
+        return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
+    return tensor
+
+
+def sharding_of(tensor: Tensor) -> Sharding | None:
+    """How a DTensor is sharded, None for any other tensor."""
+    if not is_sharded(tensor):
+        return None
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    return Sharding(mesh, tuple(placements), tensor.shape, tuple(tensor.stride()))
+
+
+_fsdp: dict[type[nn.Module], bool] = {}
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of gathered parameters of FSDP2, so that the shards are what the model has.
+
+    After a forward pass without a backward one, `fully_shard` keeps some modules gathered: their
+    parameters are plain copies then, and a change of the shards would not reach them.
+    """
+    for module in model.modules():
+        if is_fsdp(type(module)):
+            module.reshard()  # type: ignore[operator]
+
+
+def is_fsdp(cls: type[nn.Module]) -> bool:
+    """Whether `fully_shard` made this class; by name: importing it would load half of PyTorch."""
+    if cls not in _fsdp:
+        _fsdp[cls] = any(
+            base.__name__ == "FSDPModule" and base.__module__.startswith("torch.")
+            for base in cls.__mro__
+        )
+    return _fsdp[cls]

@@ -1,0 +1,201 @@
+"""Sharded models: each process averages its part, and together they have the unsharded mean."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from torch_lawa import Exponential, LatestWeightAverager
+
+STEPS, K = 5, 3
+
+
+class Net(nn.Module):
+    """Uneven sizes, a tied weight, an empty part on some rank, BatchNorm, a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.wide = nn.Linear(6, 8)
+        self.narrow = nn.Linear(8, 6)
+        self.small = nn.Linear(6, 1)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Linear(6, 3)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.narrow(torch.relu(self.wide(self.norm(self.embed(x)))))
+        return self.head(hidden + self.small(hidden) + self.frozen(hidden).mean(1, keepdim=True))
+
+
+def plain() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def sharded(how: str) -> nn.Module:
+    net = plain()
+    world_size = torch.distributed.get_world_size()
+    if how == "fsdp":
+        for layer in (net.wide, net.narrow, net.small):
+            fully_shard(layer)
+        return fully_shard(net)
+    if how == "mixed":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard(net.norm)  # BatchNorm on a CPU wants float32 parameters
+        return fully_shard(net, mp_policy=policy, reshard_after_forward=False)
+    if how == "offload":
+        return fully_shard(net, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    if how == "tensor":
+        mesh = init_device_mesh("cpu", (world_size,))
+        plan: dict[str, Any] = {"wide": ColwiseParallel(), "narrow": RowwiseParallel()}
+        return parallelize_module(net, mesh, plan)
+    assert how == "2d"
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("data", "tensor"))
+    plan = {"wide": ColwiseParallel(), "narrow": RowwiseParallel()}
+    parallelize_module(net, mesh["tensor"], plan)
+    return fully_shard(net, mesh=mesh["data"])
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(tensor).clone() for name, tensor in model.state_dict().items()}
+
+
+def change(model: nn.Module, step: int) -> None:
+    """Give every trained tensor new values: the same on every rank and in the plain model."""
+    generator = torch.Generator().manual_seed(step)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            value = torch.randn(parameter.shape, generator=generator)
+            if not parameter.requires_grad:
+                continue
+            if isinstance(parameter, DTensor):
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+            parameter.copy_(value)
+
+
+def averages(rank: int, how: str, store: str) -> dict[str, Any]:
+    """What a sharded model averages to, through every door."""
+    model = sharded(how)
+    averager = LatestWeightAverager(k=K, store=store)  # type: ignore[arg-type]
+    tokens = torch.arange(8).view(8) % 11
+    for step in range(STEPS):
+        change(model, step)
+        averager.collect(model)
+    raw = state(model)
+    model.eval()
+    with torch.no_grad():
+        output = whole(model(tokens))  # leaves FSDP's root gathered
+        averager.collect(model)  # the same weights once more: they are still the shards
+        averager.collect(model)
+        repeated = {name: whole(t) for name, t in averager.average().items()}
+        change(model, STEPS)
+        averager.reset()
+        for step in range(STEPS):
+            change(model, step)
+            averager.collect(model)
+        with averager.swapped_into(model):
+            inside, lent = state(model), whole(model(tokens))
+        after = whole(model(tokens))
+    found = averager.average()
+    expected_types = {n: type(p.data) for n, p in model.state_dict().items()}
+    assert {n: type(t) for n, t in found.items()} == expected_types
+    model.load_state_dict(found)
+    loaded = state(model)
+    saved = averager.state_dict()
+    again = LatestWeightAverager(k=K)
+    again.load_state_dict(copy.deepcopy(saved))
+    again.collect(model)  # a model tells what its shards are parts of
+    return {
+        "average": {name: whole(tensor) for name, tensor in found.items()},
+        "weighted": {
+            n: whole(t) for n, t in averager.average(coefficients=Exponential(0.7)).items()
+        },
+        "inside": inside,
+        "loaded": loaded,
+        "raw": raw,
+        "repeated": repeated,
+        "outputs": (output, lent, after),
+        "resumed": {name: whole(tensor) for name, tensor in again.average(2).items()},
+    }
+
+
+def reference() -> dict[str, Any]:
+    model = plain()
+    snapshots = []
+    for step in range(STEPS):
+        change(model, step)
+        snapshots.append({n: t.double().clone() for n, t in model.state_dict().items()})
+    window = snapshots[-K:]
+
+    def mean(weights: list[float]) -> dict[str, Tensor]:
+        return {
+            n: sum(w * s[n] for w, s in zip(weights, window, strict=True)).to(t.dtype)  # type: ignore[union-attr]
+            for n, t in model.state_dict().items()
+        }
+
+    third = {n: torch.stack([s[n] for s in window]).sum(0).div(K) for n in window[0]}
+    average = {n: third[n].to(t.dtype) for n, t in model.state_dict().items()}
+    return {"average": average, "weighted": mean([0.09, 0.21, 0.7]), "raw": snapshots[-1]}
+
+
+CASES = [("fsdp", "host", 2), ("mixed", "device", 2), ("tensor", "host", 2)]
+MORE = [
+    ("offload", "host", 2), ("fsdp", "host", 3), ("fsdp", "device", 4), ("2d", "host", 4),
+    ("tensor", "device", 4), ("mixed", "host", 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("how", "store", "world_size"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.matrix) for case in MORE)],
+)
+def test_together_the_shards_have_the_mean(how: str, store: str, world_size: int) -> None:
+    expected = reference()
+    for found in on_ranks(world_size, averages, how, store):
+        for name, tensor in expected["average"].items():
+            if "running" in name or "num_batches" in name or "frozen" in name:
+                continue
+            for door in ("average", "inside", "loaded"):
+                assert torch.equal(found[door][name], tensor), (door, name)
+            assert torch.equal(found["raw"][name].double(), expected["raw"][name]), name
+            assert torch.equal(found["repeated"][name].double(), expected["raw"][name]), name
+            torch.testing.assert_close(found["weighted"][name], expected["weighted"][name])
+        raw, lent, after = found["outputs"]
+        assert torch.equal(raw, after)
+        assert not torch.equal(raw, lent)
+        tied = found["average"]
+        assert torch.equal(tied["embed.weight"], tied["head.weight"])
+
+
+def placements(rank: int) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (2,))
+    value = torch.arange(15.0).view(5, 3)
+    sharding = {"rows": [Shard(0)], "columns": [Shard(1)], "copies": [Replicate()]}
+    averager = LatestWeightAverager(k=2)
+    for step in (0.0, 1.0):
+        averager.collect({n: distribute_tensor(value + step, mesh, p) for n, p in sharding.items()})
+    return {name: whole(tensor) for name, tensor in averager.average().items()}
+
+
+def test_any_placement_of_a_state_dict() -> None:
+    for found in on_ranks(2, placements):
+        for name, tensor in found.items():
+            assert torch.equal(tensor, torch.arange(15.0).view(5, 3) + 0.5), name

@@ -1,0 +1,72 @@
+"""Several gloo processes on this machine, each running one function of a test module."""
+
+import importlib.util
+import os
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Run `function(rank, *arguments)` in `world_size` processes; what each returned, by rank.
+
+    The function must be importable: it is sent by its module's file and its name.
+    """
+    module = sys.modules[function.__module__]
+    assert module.__file__ is not None
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(
+            _work,
+            (world_size, port, module.__file__, function.__name__, arguments, folder),
+            nprocs=world_size,
+            start_method="spawn",
+        )
+        return [
+            torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
+            for rank in range(world_size)
+        ]
+
+
+def _work(
+    rank: int,
+    world_size: int,
+    port: int,
+    file: str,
+    name: str,
+    arguments: tuple[Any, ...],
+    folder: str,
+) -> None:
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+    }
+    torch.set_num_threads(1)
+    spec = importlib.util.spec_from_file_location("ranked", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["ranked"] = module
+    spec.loader.exec_module(module)
+    dist.init_process_group("gloo")
+    try:
+        result = getattr(module, name)(rank, *arguments)
+        torch.save(result, Path(folder) / f"{rank}.pt")
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        dist.destroy_process_group()
