@@ -96,6 +96,7 @@ class LatestWeightAverager:
         self._window = Window(store, k, storage_dtype, sliding)
         self._num_steps = 0
         self._num_collected = 0
+        self._slots = False  # whether the saved form has a slot for every snapshot of the window
         if self._window.notes:
             self._take_counters(self._window.notes)
 
@@ -139,6 +140,17 @@ class LatestWeightAverager:
             f"LatestWeightAverager(k={self.k}, {len(self)} of {self.k} snapshots{steps}, "
             f"{self._window.describe()}{stored}, {self._coefficients})"
         )
+
+    def bind(self, model: nn.Module | Mapping[str, Tensor]) -> None:
+        """Learn the names, shapes and shards of a model without taking a snapshot.
+
+        Needed before `torch.distributed.checkpoint.load`, which loads into what `state_dict`
+        returns and so must find every name there; `collect` does it otherwise.
+        """
+        selection = self._select(model)
+        with ordinary_mode():
+            self._window.bind(selection, {**self._counters(), "ties": selection.ties})
+        self._slots = True
 
     def collect(self, model: nn.Module | Mapping[str, Tensor], *, step: int | None = None) -> None:
         """Take a snapshot of a model (or of a state dict); the oldest leaves a full window.
@@ -254,8 +266,12 @@ class LatestWeightAverager:
         """Everything needed to go on exactly: plain values and tensors, safe to `torch.load`.
 
         Like a module's, it refers to live memory: save it before the next `collect`, or copy it.
+        Of a sharded model, or after `bind`, it is in the form that `torch.distributed.checkpoint`
+        wants: the averager is a `Stateful`, saved and loaded on any number of processes.
         """
         self._window.wait()
+        if self._slots or self._window.shardings:
+            return averager_state.pack_slots(self._counters(), self._window, k=self.k)
         return averager_state.pack(self._counters(), self._window, k=self.k)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

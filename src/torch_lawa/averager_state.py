@@ -1,5 +1,13 @@
-"""The saved form of an averager: plain containers, numbers and tensors, checked before use."""
+"""The saved form of an averager: plain containers, numbers and tensors, checked before use.
 
+There are two. A *list* of the snapshots that are there, for `torch.save`. And k *slots*, the
+newest snapshot first, whose names do not depend on how many are filled, for
+`torch.distributed.checkpoint`: it loads into what `state_dict` returns, so that must have all its
+names before anything was collected. Sharded tensors are DTensors in slots, which it loads on any
+number of processes.
+"""
+
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -7,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_lawa.core.shards import local
 from torch_lawa.errors import StateError
 from torch_lawa.stores.base import Content, Snapshot
 from torch_lawa.stores.window import Window
 
-__all__ = ["Saved", "pack", "unpack"]
+__all__ = ["Saved", "pack", "pack_slots", "unpack"]
 
-_VERSION = 1
+_LIST, _SLOTS = 1, 2  # versions
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,7 @@ def pack(counters: dict[str, Any], window: Window, *, k: int) -> dict[str, Any]:
     contents = window.contents()
     dtypes = {name: dtype for name, (_, dtype) in window.averaged.signature().items()}
     return {
-        "version": _VERSION,
+        "version": _LIST,
         "k": k,
         "counters": counters,
         "snapshots": [
@@ -44,25 +53,55 @@ def pack(counters: dict[str, Any], window: Window, *, k: int) -> dict[str, Any]:
     }
 
 
+def pack_slots(counters: dict[str, Any], window: Window, *, k: int) -> dict[str, Any]:
+    """The same names whatever was collected: k slots, zeros in those that are empty."""
+    contents = window.contents()
+    newest = contents[-1].kept if contents else window.kept.zeros()
+    slots = [content.averaged for content in reversed(contents)]
+    slots += [window.averaged.zeros() for _ in range(k - len(slots))]
+
+    def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        parts = window.shardings
+        return {n: parts[n].whole(t) if n in parts else t for n, t in tensors.items()}
+
+    notes = {
+        "counters": counters,
+        "snapshots": [[c.snapshot.index, c.snapshot.step] for c in contents],
+        "dtypes": {
+            n: str(d).removeprefix("torch.") for n, (_, d) in window.averaged.signature().items()
+        },
+        "ties": dict(window.ties),
+    }
+    return {
+        "version": _SLOTS,
+        # One text: its entries come and go, and their names would be names of the checkpoint.
+        "notes": json.dumps(notes),
+        "slots": {str(age): whole(tensors) for age, tensors in enumerate(slots)},
+        "kept": whole(newest),
+    }
+
+
 def unpack(state: Mapping[str, Any]) -> Saved:
     """Check a saved state from end to end; raises before anything was changed."""
     version = state.get("version") if isinstance(state, Mapping) else None
-    if version != _VERSION:
+    if version not in (_LIST, _SLOTS):
         raise StateError(
             f"this is not a saved averager, or one of another version (version {version!r}, "
-            f"expected {_VERSION}): pass what averager.state_dict() returned."
+            f"expected {_LIST} or {_SLOTS}): pass what averager.state_dict() returned."
         )
     try:
-        counters = dict(state["counters"])
+        notes = state if version == _LIST else json.loads(state["notes"])
+        counters = dict(notes["counters"])
         for key in ("num_steps", "num_collected"):
             counters[key] = int(counters[key])
         counters["schedule"], counters["schedule_kind"]
-        kept = dict(state["kept"])
-        ties = {str(alias): str(name) for alias, name in state["ties"].items()}
-        dtypes = {str(name): getattr(torch, dtype) for name, dtype in state["dtypes"].items()}
+        kept = {str(name): local(tensor) for name, tensor in state["kept"].items()}
+        ties = {str(alias): str(name) for alias, name in notes["ties"].items()}
+        dtypes = {str(name): getattr(torch, dtype) for name, dtype in notes["dtypes"].items()}
+        rows = notes["snapshots"] if version == _LIST else _rows(notes["snapshots"], state["slots"])
         contents = [
             Content(Snapshot(int(row["index"]), int(row["step"])), dict(row["tensors"]), kept)
-            for row in state["snapshots"]
+            for row in rows
         ]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StateError(
@@ -70,6 +109,24 @@ def unpack(state: Mapping[str, Any]) -> Saved:
         ) from None
     _check_tensors(contents, dtypes, kept)
     return Saved(counters, contents, dtypes, ties)
+
+
+def _rows(snapshots: list[Any], slots: Mapping[str, Mapping[str, Tensor]]) -> list[dict[str, Any]]:
+    """Slots as rows, oldest first; of more snapshots than there are slots, the newest."""
+    if snapshots and not slots.get("0"):
+        raise StateError(
+            f"{len(snapshots)} snapshots were saved and none was loaded: the averager did not know "
+            "their names. Call averager.bind(model) before torch.distributed.checkpoint.load."
+        )
+    filled = list(enumerate(reversed(snapshots)))[: len(slots)]
+    return [
+        {
+            "index": index,
+            "step": step,
+            "tensors": {name: local(tensor) for name, tensor in slots[str(age)].items()},
+        }
+        for age, (index, step) in reversed(filled)
+    ]
 
 
 def _check_tensors(

@@ -1,6 +1,5 @@
 """Sharded models: each process averages its part, and together they have the unsharded mean."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -121,7 +120,7 @@ def averages(rank: int, how: str, store: str) -> dict[str, Any]:
     loaded = state(model)
     saved = averager.state_dict()
     again = LatestWeightAverager(k=K)
-    again.load_state_dict(copy.deepcopy(saved))
+    again.load_state_dict(saved)
     again.collect(model)  # a model tells what its shards are parts of
     return {
         "average": {name: whole(tensor) for name, tensor in found.items()},

@@ -23,17 +23,23 @@ class Sharding:
     stride: tuple[int, ...]
 
     def whole(self, part: Tensor) -> Tensor:
-        """The DTensor whose local part this is; nothing is copied or sent."""
-        from torch.distributed.tensor import DTensor
+        """The DTensor whose local part this is; nothing is copied, moved or sent.
 
-        return DTensor.from_local(
-            part,
-            self.mesh,
-            self.placements,
-            run_check=False,
-            shape=self.shape,
-            stride=self.stride,
-        )
+        Not `DTensor.from_local`, which would move a part that lies in host memory to the device of
+        the mesh.
+        """
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+        if part.storage_offset():
+            # The same memory as a storage of its own: `dcp.async_save` takes a DTensor whose part
+            # lies further inside a storage for a plain tensor, and fails.
+            # Types of one byte (float8) cannot all be shared that way; they are copied.
+            shared = part.numel() and part.dtype.itemsize > 1
+            part = torch.from_dlpack(part) if shared else part.clone()
+        meta = TensorMeta(self.shape, self.stride, part.dtype)
+        spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
+        return DTensor(part, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -106,6 +106,11 @@ class Layout:
         """Name -> shape and dtype: what two models must share to be averaged."""
         return {e.name: (e.shape, g.dtype) for g in self.groups for e in g.entries}
 
+    def zeros(self) -> dict[str, Tensor]:
+        """Named tensors as they would be stored, all zeros, in host memory."""
+        flats = [torch.zeros(group.numel, dtype=group.stored) for group in self.groups]
+        return self.views(flats)
+
     def views(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """The named tensors inside flat buffers."""
         return {

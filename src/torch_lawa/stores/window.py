@@ -69,6 +69,11 @@ class Window:
         )
         self._store.put(content, notes)
 
+    def bind(self, selection: Selection, notes: Mapping[str, Any]) -> None:
+        """Learn names, shapes and shardings of a model without a snapshot."""
+        self._bound = False
+        self._bind(selection, notes)
+
     def mean_into(self, targets: Mapping[str, Tensor], n: int, weights: Weights) -> None:
         """Write the mean of the `n` newest snapshots, and the kept tensors, into `targets`."""
         used = self.snapshots[-n:]
