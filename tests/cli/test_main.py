@@ -41,6 +41,7 @@ def exit_code(arguments: list[str]) -> int:
         ["watch", "--help"],
         ["inspect", "--help"],
         ["train", "--help"],
+        ["plan", "--help"],
         ["train", "cifar100-resnet34", "--help"],
     ],
 )

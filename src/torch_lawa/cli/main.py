@@ -22,6 +22,7 @@ _VERBS = {
     "watch": "Follow a live run and write a new average when a checkpoint lands.",
     "train": "Train a recipe of the paper with averaging inside.",
     "report": "Show what averaging saved: tables, figures, one page.",
+    "plan": "Work out what a window costs a run: memory, bytes, time.",
     "demo": "Train a small net on embedded data and show what averaging saved.",
 }
 

@@ -1,0 +1,129 @@
+"""`lawa plan`: what a window of k snapshots costs a run, before it is started."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from torch_lawa.core.capacity import Run, cost_of, parse_count
+from torch_lawa.core.capacity_machine import RECORD, Machine
+from torch_lawa.core.capacity_verdict import judge
+from torch_lawa.errors import ConfigError
+
+__all__ = ["command"]
+
+_EXAMPLES = f"""
+\b
+Examples:
+  lawa plan --params 70e9 --gpus 512
+  lawa plan --params 70B --gpus 64 --nu 100 --step-seconds 4 --store disk
+  lawa plan --params 400B --gpus 1024 --k 16 --storage-dtype bfloat16
+  lawa plan --params 1.3B --gpus 8 --sharding ddp --json
+
+What is marked H200 was measured: {RECORD}. What is assumed was not: give
+your own.
+"""
+
+
+class _Count(click.ParamType):  # type: ignore[type-arg]
+    """A number of parameters, such as 70B."""
+
+    name = "count"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        try:
+            return parse_count(str(value))
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+
+
+def _machine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """An option for each constant, so that what is used and what can be set are the same."""
+    for item in reversed(dataclasses.fields(Machine)):
+        about = item.metadata
+        command = click.option(
+            f"--{item.name.replace('_', '-')}",
+            type=float,
+            default=item.default,
+            metavar="X",
+            help=f"{about['what']}  [{_default(item.default, about['unit'])}; {about['source']}]",
+        )(command)
+    return command
+
+
+def _default(value: Any, unit: str) -> str:
+    return f"{value:g} {unit}".strip()
+
+
+@click.command("plan", epilog=_EXAMPLES)
+@click.option("--params", type=_Count(), required=True, metavar="N", help="70e9, 70B, 1.3B, ...")
+@click.option("--gpus", type=int, required=True, metavar="N", help="Over all nodes.")
+@click.option("--gpus-per-node", type=int, metavar="N", help="[default: 8, or all if fewer]")
+@click.option(
+    "--k", type=int, metavar="N", default=6, show_default=True, help="Snapshots in the window."
+)
+@click.option(
+    "--dtype",
+    default="float32",
+    show_default=True,
+    metavar="DTYPE",
+    help="Of the weights: float32, bfloat16 or float16.",
+)
+@click.option(
+    "--storage-dtype",
+    metavar="DTYPE",
+    help="Of the snapshots: bfloat16 or float16; that of the weights unless given.",
+)
+@click.option(
+    "--store", default="host", metavar="PLACE", show_default=True, help="host, device or disk."
+)
+@click.option("--sharding", default="fsdp", metavar="HOW", show_default=True, help="fsdp or ddp.")
+@click.option("--nu", type=int, metavar="STEPS", help="Steps between two snapshots.")
+@click.option("--step-seconds", type=float, metavar="S", help="How long a training step takes.")
+@_machine_options
+@click.option("--json", "as_json", is_flag=True, help="Print for programs.")
+def command(
+    params: int,
+    gpus: int,
+    gpus_per_node: int | None,
+    k: int,
+    dtype: str,
+    storage_dtype: str | None,
+    store: str,
+    sharding: str,
+    nu: int | None,
+    step_seconds: float | None,
+    as_json: bool,
+    **machine: float,
+) -> None:
+    """Work out what a window costs a run: memory, bytes, time.
+
+    Says whether it fits, and if not, what to change. On paper only: nothing is run. GB are 10⁹
+    bytes, GiB are 2³⁰.
+    """
+    try:
+        run = Run(
+            params=params,
+            gpus=gpus,
+            gpus_per_node=min(8, max(1, gpus)) if gpus_per_node is None else gpus_per_node,
+            k=k,
+            dtype=dtype,
+            storage_dtype=storage_dtype,
+            store=store,
+            sharding=sharding,
+            nu=nu,
+            step_seconds=step_seconds,
+            machine=Machine(**machine),
+        )
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+    from torch_lawa.cli.plan_printing import as_dict, as_text
+
+    cost = cost_of(run)
+    verdict = judge(cost)
+    if as_json:
+        click.echo(json.dumps(as_dict(cost, verdict), indent=2))
+    else:
+        click.echo(as_text(cost, verdict))
