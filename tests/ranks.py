@@ -65,6 +65,7 @@ def _work(
     try:
         result = getattr(module, name)(rank, *arguments)
         torch.save(result, Path(folder) / f"{rank}.pt")
+        dist.barrier()  # gloo may abort a process whose peer is gone
     except BaseException:
         traceback.print_exc()
         raise

@@ -12,6 +12,7 @@ from torch_lawa.core.coefficients import Coefficients, Uniform
 from torch_lawa.core.modes import ordinary_mode
 from torch_lawa.core.schedule import Every, Schedule
 from torch_lawa.core.selection import BufferRule, FrozenRule, Selector, live_tensors
+from torch_lawa.core.shards import is_sharded_model
 from torch_lawa.errors import ConfigError, LayoutError, NotReadyError, StateError
 from torch_lawa.stores.base import Snapshot, Store
 from torch_lawa.stores.memory import DeviceStore, HostStore
@@ -179,6 +180,9 @@ class LatestWeightAverager:
     def step(self, model: nn.Module | Mapping[str, Tensor], *, loss: float | None = None) -> bool:
         """Count one step (or epoch) and collect if the schedule says so; tells whether it did.
 
+        Of a sharded model every process must collect or none: where a loss decides (`OnPlateau`),
+        they ask each other, and an error says who differs. Give all of them the same loss.
+
         >>> from torch_lawa import Every
         >>> averager = LatestWeightAverager(k=2, schedule=Every(10))
         >>> sum(averager.step({"w": torch.zeros(1)}) for _ in range(25))
@@ -188,6 +192,8 @@ class LatestWeightAverager:
             refuse_if_lent(model, "step was called")
         due = self._schedule.due(loss)
         self._num_steps += 1
+        if loss is not None and is_sharded_model(model):
+            self._agree(due)
         if due:
             self.collect(model)
         return due
@@ -291,6 +297,18 @@ class LatestWeightAverager:
         with ordinary_mode():
             self._window.load(saved.contents, saved.dtypes, saved.ties, notes)
         self._take_counters(saved.counters)
+
+    def _agree(self, due: bool) -> None:
+        """Refuse a snapshot that only some processes would take."""
+        answers: list[bool] = [due] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(answers, due)
+        if len(set(answers)) > 1:
+            ranks = ", ".join(str(rank) for rank, answer in enumerate(answers) if answer)
+            raise ConfigError(
+                f"at call {self._num_steps} of averager.step the schedule takes a snapshot on some "
+                f"ranks only (rank {ranks} of {len(answers)}), and their shards would be of "
+                "different moments: pass the same loss on every rank (all-reduce it)."
+            )
 
     def _window_size(self, k: int | None) -> int:
         if k is not None:

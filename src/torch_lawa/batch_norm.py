@@ -3,13 +3,17 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from torch_lawa.core.shards import local
 from torch_lawa.errors import BatchNormError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["recalibrate_batch_norm"]
 
@@ -20,6 +24,7 @@ def recalibrate_batch_norm(
     num_batches: int | None = None,
     *,
     forward: Callable[[nn.Module, Any], Any] | None = None,
+    group: "ProcessGroup | None" = None,
 ) -> int:
     """Re-estimate the running statistics of every BatchNorm layer; returns the batches used.
 
@@ -33,6 +38,10 @@ def recalibrate_batch_norm(
     A batch may be a tensor, a tuple or list whose first item is the input, or a dict of keyword
     arguments; tensors are moved to the model's device. For anything else give
     `forward=lambda model, batch: ...`, which gets the batch as it is.
+
+    With several processes, give their `group` (`torch.distributed.group.WORLD` for all) and call
+    it in each of them: every process runs batches of its own, and all end with the statistics of
+    all batches. Without it each process has the statistics of its own batches.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     >>> recalibrate_batch_norm(model, [torch.randn(8, 2) for _ in range(5)], num_batches=4)
@@ -57,12 +66,38 @@ def recalibrate_batch_norm(
                 layer.momentum = size / total
             call(model, batch)
             num_used += 1
-        if num_used == 0:
+        if group is not None:
+            total = _agree(layers, total, group)
+        if total == 0:
             raise BatchNormError(
                 "the loader gave no batches, so the BatchNorm statistics were left as they were. "
                 "Pass a loader that can be iterated again (not a spent iterator)."
             )
     return num_used
+
+
+def _agree(layers: list[_BatchNorm], total: int, group: "ProcessGroup") -> int:
+    """Give every process the statistics of all their batches; returns how many examples that was.
+
+    A process without batches counts for nothing, and takes part all the same: others wait for it.
+    """
+    statistics = [
+        local(statistic)
+        for layer in layers
+        for statistic in (layer.running_mean, layer.running_var)
+        if statistic is not None
+    ]
+    device = statistics[0].device
+    # Sums in float64: they are rounded once, and equal in every process.
+    flat = torch.cat([statistic.flatten().double().to(device) for statistic in statistics])
+    sums = torch.cat([flat * total if total else torch.zeros_like(flat), flat.new_tensor([total])])
+    torch.distributed.all_reduce(sums, group=group)
+    everyone = int(sums[-1])
+    if everyone:
+        means = torch.split(sums[:-1] / sums[-1], [s.numel() for s in statistics])
+        for statistic, mean in zip(statistics, means, strict=True):
+            statistic.copy_(mean.view_as(statistic))
+    return everyone
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ can lower the loss a lot, and must not pass for a gain of averaging.
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from torch_lawa.core.coefficients import Coefficients, name_coefficients
 from torch_lawa.core.records import MetricsWriter, Row
 from torch_lawa.errors import ConfigError
 from torch_lawa.swap import lend
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["BatchNormPolicy", "evaluate_side_by_side"]
 
@@ -40,6 +43,7 @@ def evaluate_side_by_side(
     loader: Iterable[Any] | None = None,
     num_batches: int | None = None,
     control: bool = True,
+    group: "ProcessGroup | None" = None,
 ) -> list[Row]:
     """Evaluate a model as it is and with each average that is there; returns and writes the rows.
 
@@ -81,6 +85,7 @@ def evaluate_side_by_side(
         num_batches: How many of them to use (all by default).
         control: Evaluate the raw weights with re-estimated BatchNorm statistics too, where an
             average is: the baseline that had the same treatment. It costs one more such pass.
+        group: The processes that re-estimate BatchNorm together, each with a loader of its own.
     """
     policies = _policies(model, batch_norm, loader)
     averages = _averages(averager, ks)
@@ -97,7 +102,7 @@ def evaluate_side_by_side(
     def measure(policy: BatchNormPolicy | None) -> Mapping[str, float]:
         with clock("batch_norm"):
             if policy == "re-estimated":
-                recalibrate_batch_norm(model, loader or (), num_batches)
+                recalibrate_batch_norm(model, loader or (), num_batches, group=group)
         with clock("evaluate"), _evaluating(model):
             return evaluate(model)
 

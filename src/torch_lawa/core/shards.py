@@ -4,13 +4,22 @@ Averaging is elementwise, so a shard is averaged where it lies and nobody is ask
 placement are seen as their local tensors; only what is given back to the user is a DTensor again.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Sharding", "is_fsdp", "is_sharded", "local", "reshard", "sharding_of"]
+__all__ = [
+    "Sharding",
+    "is_fsdp",
+    "is_sharded",
+    "is_sharded_model",
+    "local",
+    "reshard",
+    "sharding_of",
+]
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,12 @@ class Sharding:
 def is_sharded(tensor: Tensor) -> bool:
     """Whether it is a DTensor; told by its mesh, since importing the class takes half a second."""
     return hasattr(tensor, "device_mesh")
+
+
+def is_sharded_model(model: nn.Module | Mapping[str, Tensor]) -> bool:
+    """Whether any parameter of a module, or tensor of a state dict, is sharded."""
+    tensors = model.parameters() if isinstance(model, nn.Module) else model.values()
+    return any(map(is_sharded, tensors))
 
 
 def local(tensor: Tensor) -> Tensor:
