@@ -1,5 +1,6 @@
 """Sharded models: each process averages its part, and together they have the unsharded mean."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -198,3 +199,30 @@ def test_any_placement_of_a_state_dict() -> None:
     for found in on_ranks(2, placements):
         for name, tensor in found.items():
             assert torch.equal(tensor, torch.arange(15.0).view(5, 3) + 0.5), name
+
+
+def not_a_number(rank: int) -> tuple[list[str], list[bool]]:
+    """One rank's shard holds a NaN in one snapshot."""
+    model = fully_shard(nn.Linear(4, 4, bias=False))
+    averager = LatestWeightAverager(k=2)
+    finite, warned = [], []
+    for step in range(4):
+        with torch.no_grad():
+            part = model.weight.to_local()  # type: ignore[operator, union-attr]
+            part.fill_(float("nan") if (rank, step) == (1, 1) else step)
+        averager.collect(model)
+        if averager.ready:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                mean = averager.average()["weight"].to_local()  # type: ignore[attr-defined]
+            warned += [str(each.message) for each in caught]
+            finite.append(bool(mean.isfinite().all()))
+    return warned, finite
+
+
+def test_a_nan_stays_on_its_rank_and_leaves_with_its_snapshot() -> None:
+    (quiet, fine), (warned, hit) = on_ranks(2, not_a_number)
+    assert (quiet, fine) == ([], [True, True, True])
+    assert hit == [False, False, True]
+    assert len(warned) == 1
+    assert "the snapshot of step 2 holds NaN or Inf in 'weight'" in warned[0]
