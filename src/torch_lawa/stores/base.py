@@ -236,8 +236,13 @@ class Store(ABC):
         k: int,
         contents: list[Content],
         notes: Mapping[str, Any],
+        *,
+        relaid: bool = False,
     ) -> None:
-        """Replace everything. `contents`, oldest first, is emptied so that memory is freed."""
+        """Replace everything. `contents`, oldest first, is emptied so that memory is freed.
+
+        `relaid` says that they are the snapshots that are there, in another layout.
+        """
         self.open(averaged, kept, k)
         while contents:
             self.put(contents.pop(0), notes)

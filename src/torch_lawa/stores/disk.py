@@ -2,19 +2,19 @@
 
 Each snapshot is a plain safetensors file. `manifest.json` says which files form the window; it is
 replaced in one step after the files it names are on disk, and only then are old files removed. So
-a process killed at any moment leaves the window before the snapshot or the window after it.
+a process killed at any moment leaves the window before the snapshot or the window after it, and
+of several processes, each in a folder of its own, those that are ahead can go back.
 """
 
 import contextlib
-import json
 import os
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torch_lawa.checkpoints.files import TEMPORARY, replacing
@@ -22,11 +22,12 @@ from torch_lawa.checkpoints.safetensors import Header, read_header
 from torch_lawa.checkpoints.tensors import map_flat, spec_of, write_flat
 from torch_lawa.errors import StoreError
 from torch_lawa.stores.base import Buffer, Content, Found, Layout, Snapshot, Store
+from torch_lawa.stores.disk_manifest import MANIFEST, Manifest, Row, entries
+from torch_lawa.stores.disk_ranks import SPARE, Ranks, Report, agree
 from torch_lawa.stores.memory import Stage
 
 __all__ = ["DiskStore"]
 
-_MANIFEST = "manifest.json"
 _SUFFIX = ".safetensors"
 
 
@@ -37,7 +38,13 @@ class DiskStore(Store):
     written from there by a thread; the next one waits for it. A failed write is raised by the next
     call. It is on disk for certain after `averager.wait()`.
 
-    >>> import tempfile
+    Where `torch.distributed` is initialised when the averager is made, every process of the run
+    makes one on the same folder (making it is a collective), and each keeps its files in a
+    sub-folder, `rank-00003-of-00008`. After a crash they go on with the newest snapshots that all
+    of them have; for that, each keeps two more than k. `alone=True` is for an averager in one
+    process of several: it asks nobody.
+
+    >>> import tempfile, torch
     >>> from torch_lawa import LatestWeightAverager
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     averager = LatestWeightAverager(k=2, store=DiskStore(folder))
@@ -50,54 +57,46 @@ class DiskStore(Store):
 
     packed = True
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, alone: bool = False) -> None:
         super().__init__()
-        self.folder = Path(folder)
+        self.folder = self._root = Path(folder)
+        self._alone = alone
+        self._ranks = Ranks(0, 1)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="lawa-disk")
         self._pending: Future[None] | None = None
-        self._files: dict[int, str] = {}  # snapshot index -> file
-        self._kept_file: str | None = None
-        self._surplus: set[str] = set()  # in the manifest, but more than k: go with the next put
-        self._serial = 0
+        self._rows: dict[int, Row] = {}  # by snapshot index: the window, and what is spared
+        self._surplus: set[str] = set()  # in the manifest, but not wanted: go with the next put
+        self._serial = self._run = self._began = self._age = 0
         self._maps: dict[str, list[Tensor]] = {}
         self._lock: int | None = None
 
     def find(self, k: int) -> Found | None:
-        """Lock the folder, take over the window its manifest names, sweep up the rest."""
-        self._acquire()
-        path = self.folder / _MANIFEST
-        if not path.exists():
-            self._sweep()
-            return None
+        """Lock the folder, take over the window its manifest names, sweep up the rest.
+
+        Several processes keep only the snapshots that all of them have: this is a collective.
+        """
         try:
-            manifest = json.loads(path.read_text())
-            rows = manifest["snapshots"]
-            averaged = _layout(manifest["averaged"])
-            kept = _layout(manifest["kept"])
-            self._serial, self._kept_file = int(manifest["serial"]), str(manifest["kept_file"])
-            snapshots = [Snapshot(int(row["index"]), int(row["step"])) for row in rows]
-            files = {int(row["index"]): str(row["file"]) for row in rows}
-            notes = dict(manifest["notes"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StoreError(
-                f"{path}: the manifest of the snapshot folder is damaged ({error!r}). Remove the "
-                "folder to begin a new window, or restore the file."
-            ) from None
-        for name, layout in [*((f, averaged) for f in files.values()), (self._kept_file, kept)]:
-            self._verify(name, layout)
-        self._averaged, self._kept, self._k = averaged, kept, k
-        self.snapshots = snapshots[-k:]
-        self._files = {s.index: files[s.index] for s in self.snapshots}
-        self._surplus = {files[s.index] for s in snapshots[:-k]}
-        self.retarget(averaged, kept)
+            manifest = self._look()
+        except Exception as error:
+            self._ranks.exchange(str(error) or repr(error))  # the others wait for an answer
+            raise
+        agreed = agree(self._ranks.exchange(Report.of(manifest)), self._root)
+        rows = [row for row in manifest.rows if row.mark in agreed.snapshots]
+        self._serial, self._run = manifest.serial, agreed.run
+        self._began, self._age = manifest.began, manifest.age
+        self._averaged, self._kept, self._k = manifest.averaged, manifest.kept, k
+        self._rows = {row.snapshot.index: row for row in rows}
+        self.snapshots = [row.snapshot for row in rows[-k:]]
+        self._surplus = {name for row in manifest.rows for name in row.files} - self._used()
+        self.retarget(manifest.averaged, manifest.kept)
         self._sweep()
-        return Found(averaged, kept, notes)
+        return Found(manifest.averaged, manifest.kept, dict(rows[-1].notes)) if rows else None
 
     def open(self, averaged: Layout, kept: Layout, k: int) -> None:
         """Begin a new window; what the folder held is removed."""
-        self._acquire()
+        self._settle()
         self._averaged, self._kept, self._k = averaged, kept, k
-        self.clear()
+        self._begin()
         self.retarget(averaged, kept)
 
     def retarget(self, averaged: Layout, kept: Layout) -> None:
@@ -109,7 +108,7 @@ class DiskStore(Store):
 
     def put(self, content: Content, notes: Mapping[str, Any]) -> None:
         """Copy the snapshot out of the caller's way and let the thread write it."""
-        self._put(content, notes, commit=True)
+        self._put(content, notes, self._run, num_ends=1 + self._spare, commit=True)
 
     def refill(
         self,
@@ -118,37 +117,50 @@ class DiskStore(Store):
         k: int,
         contents: list[Content],
         notes: Mapping[str, Any],
+        *,
+        relaid: bool = False,
     ) -> None:
         """Write the whole new window first; then one manifest puts it in place."""
-        self._acquire()
+        self._settle()
         self.wait()
-        old_names, before = set(self._used()), dict(vars(self))
+        self._run += not relaid
+        old_names, before = self._used() | self._surplus, dict(vars(self))
+        runs: dict[int, int] = {}
+        if relaid and self.snapshots:
+            # The counters of the newest of them, not those of the snapshot that is about to come.
+            notes = self._rows[self.snapshots[-1].index].notes
+            runs = {index: row.run for index, row in self._rows.items()}
+            self._age -= len(contents)
+        elif not relaid:
+            self._began, self._age = self._run, -len(contents)
         self._averaged, self._kept, self._k = averaged, kept, k
-        self.snapshots, self.evicted, self._files, self._kept_file = [], None, {}, None
-        self._maps, self._surplus = {}, set()
+        self._forget()
         self.retarget(averaged, kept)
         try:
             while contents:
-                self._put(contents.pop(0), notes, commit=not contents)
+                content = contents.pop(0)
+                run = runs.get(content.snapshot.index, self._run)
+                self._put(content, notes, run, num_ends=1, commit=not contents)
             self.wait()
         except BaseException:
             with contextlib.suppress(Exception):
                 self.wait()  # an interrupt may have left the thread at work
-            self._remove(set(self._used()) - old_names)
+            self._remove(self._used() - old_names)
             vars(self).update(before, _serial=self._serial)
             raise
-        self._remove(old_names - set(self._used()))
+        self._remove(old_names - self._used())
 
     def flats(self, snapshot: Snapshot) -> list[Tensor]:
         """The snapshot's file, memory-mapped."""
         self.wait()
-        return self._mapped(self._files[snapshot.index], self._averaged)
+        return self._mapped(self._rows[snapshot.index].file, self._averaged)
 
     def kept_flats(self) -> list[Tensor]:
         """The kept tensors' file, memory-mapped."""
         self.wait()
-        assert self._kept_file is not None
-        return self._mapped(self._kept_file, self._kept)
+        kept_file = self._rows[self.snapshots[-1].index].kept_file
+        assert kept_file is not None
+        return self._mapped(kept_file, self._kept)
 
     def wait(self) -> None:
         """Return when the last snapshot is on disk; raise what kept it from getting there."""
@@ -164,18 +176,47 @@ class DiskStore(Store):
 
     def clear(self) -> None:
         """Drop every snapshot and its file."""
-        self.wait()
-        with contextlib.suppress(FileNotFoundError):
-            (self.folder / _MANIFEST).unlink()
-        self.snapshots, self.evicted, self._files, self._kept_file = [], None, {}, None
-        self._maps, self._surplus = {}, set()
-        self._sweep()
+        self._run += 1
+        self._begin()
 
     def describe(self) -> str:
         """Where they are."""
         return f"files in {self.folder}"
 
-    def _put(self, content: Content, notes: Mapping[str, Any], *, commit: bool) -> None:
+    @property
+    def _spare(self) -> int:
+        """How many snapshots this process must be able to go back."""
+        return SPARE if self._ranks.size > 1 else 0
+
+    def _look(self) -> Manifest:
+        """What this process's folder holds, all files that it names being there."""
+        self._settle()
+        manifest = Manifest.read(self.folder)
+        for row in manifest.rows:
+            self._verify(row.file, manifest.averaged)
+            if row.kept_file is not None:
+                self._verify(row.kept_file, manifest.kept)
+        return manifest
+
+    def _begin(self) -> None:
+        """An empty window, in memory and on disk."""
+        self.wait()
+        self._began, self._age = self._run, 0
+        self._forget()
+        if self._ranks.size > 1:
+            # Not just gone: a rank that was killed before it did the same must learn of it.
+            self._write_manifest(self._manifest(()))
+        else:
+            (self.folder / MANIFEST).unlink(missing_ok=True)
+        self._sweep()
+
+    def _forget(self) -> None:
+        self.snapshots, self.evicted = [], None
+        self._rows, self._maps, self._surplus = {}, {}, set()
+
+    def _put(
+        self, content: Content, notes: Mapping[str, Any], run: int, *, num_ends: int, commit: bool
+    ) -> None:
         self.wait()
         if self._staged is None:
             self._staged = [stage.allocate() for stage in self._stages]
@@ -184,65 +225,55 @@ class DiskStore(Store):
         ):
             stage.copy(buffers, tensors)
         before = {
-            "snapshots": list(self.snapshots),
-            "evicted": self.evicted,
-            "_files": dict(self._files),
-            "_kept_file": self._kept_file,
-            "_surplus": self._surplus,
+            name: vars(self)[name] for name in ("snapshots", "evicted", "_rows", "_surplus", "_age")
         }
-        gone, self._surplus = set(self._surplus), set()
-        if self.evicted is not None:
-            gone.add(self._files.pop(self.evicted.index))
-            self.evicted = None
-        while len(self.snapshots) >= self._k:
-            oldest = self.snapshots.pop(0)
-            if self.keep_evicted:
-                self.evicted = oldest
-            else:
-                gone.add(self._files.pop(oldest.index))
-        if self._kept_file is not None:
-            gone.add(self._kept_file)
+        old_names = self._used() | self._surplus
         self._serial += 1
-        name = f"window-{self._serial:08d}{_SUFFIX}"
-        self._kept_file = f"kept-{self._serial:08d}{_SUFFIX}"
-        self._files[content.snapshot.index] = name
-        self.snapshots.append(content.snapshot)
-        manifest = self._manifest(notes) if commit else None
-        self._pending = self._writer.submit(
-            self._write, name, self._kept_file, content.snapshot, manifest, gone, before
+        self._age += 1
+        row = Row(
+            content.snapshot,
+            run,
+            f"window-{self._serial:08d}{_SUFFIX}",
+            f"kept-{self._serial:08d}{_SUFFIX}",
+            dict(notes),
         )
+        leaving = self.snapshots[0] if len(self.snapshots) == self._k else None
+        self.evicted = leaving if self.keep_evicted else None
+        self.snapshots = [*self.snapshots, content.snapshot][-self._k :]
+        rows = [*self._rows.values(), row][-(self._k + self._spare) :]
+        for i, older in enumerate(rows[:-num_ends]):
+            rows[i] = replace(older, kept_file=None, notes={})
+        manifest = self._manifest(rows) if commit else None
+        if self.evicted is not None and self.evicted not in [r.snapshot for r in rows]:
+            rows.insert(0, replace(self._rows[self.evicted.index], kept_file=None, notes={}))
+        self._rows, self._surplus = {r.snapshot.index: r for r in rows}, set()
+        gone = old_names - self._used()
+        self._pending = self._writer.submit(self._write, row, manifest, gone, before)
 
     def _write(
-        self,
-        name: str,
-        kept_name: str,
-        snapshot: Snapshot,
-        manifest: str | None,
-        gone: set[str],
-        before: dict[str, Any],
+        self, row: Row, manifest: Manifest | None, gone: set[str], before: dict[str, Any]
     ) -> None:
         """In the thread: files, then the manifest, then removals."""
         assert self._staged is not None
         try:
-            labels = {"index": str(snapshot.index), "step": str(snapshot.step)}
+            labels = {"index": str(row.snapshot.index), "step": str(row.snapshot.step)}
             for stage, buffers, layout, file in zip(
-                self._stages,
-                self._staged,
-                (self._averaged, self._kept),
-                (name, kept_name),
-                strict=True,
+                self._stages, self._staged, (self._averaged, self._kept), row.files, strict=True
             ):
                 stage.wait()
                 flats = [buffer.flat for buffer in buffers]
-                write_flat(self.folder / file, _entries(layout), flats, labels)
+                write_flat(self.folder / file, entries(layout), flats, labels)
             if manifest is not None:
-                with replacing(self.folder / _MANIFEST) as out:
-                    out.write(manifest.encode())
+                self._write_manifest(manifest)
         except BaseException:
             vars(self).update(before)
-            self._remove({name, kept_name})
+            self._remove(set(row.files))
             raise
         self._remove(gone)
+
+    def _write_manifest(self, manifest: Manifest) -> None:
+        with replacing(self.folder / MANIFEST) as out:
+            out.write(manifest.text().encode())
 
     def _remove(self, names: set[str]) -> None:
         for name in names:
@@ -250,26 +281,19 @@ class DiskStore(Store):
             with contextlib.suppress(OSError):
                 (self.folder / name).unlink()
 
-    def _manifest(self, notes: Mapping[str, Any]) -> str:
-        rows = [
-            {"index": s.index, "step": s.step, "file": self._files[s.index]} for s in self.snapshots
-        ]
-        return json.dumps(
-            {
-                "format": 1,
-                "serial": self._serial,
-                "snapshots": rows,
-                "kept_file": self._kept_file,
-                "averaged": _described(self._averaged),
-                "kept": _described(self._kept),
-                "notes": dict(notes),
-            },
-            indent=1,
+    def _manifest(self, rows: Sequence[Row]) -> Manifest:
+        return Manifest(
+            serial=self._serial,
+            run=self._run,
+            began=self._began,
+            age=self._age,
+            rows=tuple(rows),
+            averaged=self._averaged,
+            kept=self._kept,
         )
 
-    def _used(self) -> list[str]:
-        kept = [self._kept_file] if self._kept_file else []
-        return [*self._files.values(), *kept, *self._surplus]
+    def _used(self) -> set[str]:
+        return {name for row in self._rows.values() for name in row.files}
 
     def _mapped(self, name: str, layout: Layout) -> list[Tensor]:
         if name not in self._maps:
@@ -289,15 +313,23 @@ class DiskStore(Store):
                 "Restore it, or remove the folder to begin a new window."
             )
         header = read_header(path)
-        expected = {n: spec_of(n, dtype, shape) for n, dtype, shape in _entries(layout)}
+        expected = {n: spec_of(n, dtype, shape) for n, dtype, shape in entries(layout)}
         if header.tensors != expected:
             raise StoreError(f"{path}: holds other tensors than its manifest says.")
         return header
 
-    def _acquire(self) -> None:
-        """One process at a time: the lock goes with the process, however it ends."""
+    def _settle(self) -> None:
+        """Find this process's place, and keep others out for as long as it lives."""
         if self._lock is not None:
             return
+        if not self._alone:
+            self._ranks = Ranks.now()
+        self.folder = self._ranks.folder(self._root)
+        self._ranks.refuse_other_windows(self._root)
+        self._acquire()
+
+    def _acquire(self) -> None:
+        """One process at a time: the lock goes with the process, however it ends."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -314,39 +346,15 @@ class DiskStore(Store):
                 closing()
                 raise StoreError(
                     f"{self.folder}: another averager, here or in another process, is using this "
-                    "snapshot folder. Give each run a folder of its own."
+                    "snapshot folder. Give each run a folder of its own; if its processes share "
+                    "one, initialise torch.distributed before the averager is made."
                 ) from None
 
     def _sweep(self) -> None:
         """Remove what a killed process left half-written, and files outside the window."""
-        used = set(self._used())
+        used = self._used() | self._surplus
         for path in self.folder.iterdir():
-            ours = path.name.startswith(("window-", "kept-", _MANIFEST))
+            ours = path.name.startswith(("window-", "kept-", MANIFEST))
             stray = path.name.endswith(TEMPORARY) or path.name.endswith(_SUFFIX)
             if ours and stray and path.name not in used:
                 path.unlink(missing_ok=True)
-
-
-def _entries(layout: Layout) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-    return [(e.name, g.stored, tuple(e.shape)) for g in layout.groups for e in g.entries]
-
-
-def _described(layout: Layout) -> list[list[Any]]:
-    return [
-        [e.name, *(str(d).removeprefix("torch.") for d in (g.dtype, g.stored)), list(e.shape)]
-        for g in layout.groups
-        for e in g.entries
-    ]
-
-
-def _layout(rows: Sequence[Any]) -> Layout:
-    """The layout again from its description, without touching any values."""
-    tensors = {}
-    dtypes = {}
-    narrow = None
-    for name, dtype, stored, shape in rows:
-        dtypes[name] = getattr(torch, dtype)
-        if stored != dtype:
-            narrow = getattr(torch, stored)
-        tensors[name] = torch.zeros((), dtype=dtypes[name], device="cpu").expand(shape)
-    return Layout.of(tensors, storage_dtype=narrow, packed=True)

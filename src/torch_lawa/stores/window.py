@@ -200,7 +200,7 @@ class Window:
             for c in self.contents()
         ]
         self._sums = {}
-        self._store.refill(*layouts, self.k, contents, notes)
+        self._store.refill(*layouts, self.k, contents, notes, relaid=True)
         self.averaged, self.kept = layouts
 
     def _may_slide(self, ids: tuple[int, ...], weights: Weights) -> bool:
