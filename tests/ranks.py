@@ -15,10 +15,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def on_ranks(
+    world_size: int, function: Callable[..., Any], *arguments: Any, join: bool = True
+) -> list[Any]:
     """Run `function(rank, *arguments)` in `world_size` processes; what each returned, by rank.
 
-    The function must be importable: it is sent by its module's file and its name.
+    The function must be importable: it is sent by its module's file and its name. Without `join`
+    it makes the process group itself.
     """
     module = sys.modules[function.__module__]
     assert module.__file__ is not None
@@ -28,7 +31,7 @@ def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> 
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
             _work,
-            (world_size, port, module.__file__, function.__name__, arguments, folder),
+            (world_size, port, module.__file__, function.__name__, arguments, folder, join),
             nprocs=world_size,
             start_method="spawn",
         )
@@ -46,6 +49,7 @@ def _work(
     name: str,
     arguments: tuple[Any, ...],
     folder: str,
+    join: bool,
 ) -> None:
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
@@ -61,13 +65,16 @@ def _work(
     module = importlib.util.module_from_spec(spec)
     sys.modules["ranked"] = module
     spec.loader.exec_module(module)
-    dist.init_process_group("gloo")
+    if join:
+        dist.init_process_group("gloo")
     try:
         result = getattr(module, name)(rank, *arguments)
         torch.save(result, Path(folder) / f"{rank}.pt")
-        dist.barrier()  # gloo may abort a process whose peer is gone
+        if join:
+            dist.barrier()  # gloo may abort a process whose peer is gone
     except BaseException:
         traceback.print_exc()
         raise
     finally:
-        dist.destroy_process_group()
+        if join:
+            dist.destroy_process_group()

@@ -148,7 +148,7 @@ def test_ctrl_c_saves_and_resume_goes_on(tmp_path: Path) -> None:
     finally:
         process.kill()
     assert process.returncode == 130
-    assert "--resume goes on from run/checkpoint.pt" in said
+    assert "--resume goes on from its checkpoint in run" in said
     done = json.loads((tmp_path / "run" / "config.json").read_text())
     assert done["hyperparameters"]["epochs"] == 400
     again = subprocess.Popen([*LAWA, *long, "--resume"], stdout=subprocess.PIPE, text=True)

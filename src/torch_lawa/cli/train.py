@@ -96,6 +96,13 @@ _RUN: list[click.Parameter] = [
         default=None,
         help="Use torch.compile.  [default: on a GPU]",
     ),
+    click.Option(
+        ["--parallel"],
+        type=click.Choice(["ddp", "fsdp"]),
+        default="ddp",
+        show_default=True,
+        help="Under torchrun: a copy of the model in each process, or shards of it (FSDP2).",
+    ),
     click.Option(["--dry-run"], is_flag=True, help="Print what would be run."),
     click.Option(["--json", "as_json"], is_flag=True, help="Print rows as JSON, for programs."),
 ]
@@ -188,6 +195,7 @@ def _run(plan: "RunPlan", folder: "RunFolder", options: Mapping[str, Any]) -> in
             folder,
             place,
             compile=options["compile"],
+            parallel=options["parallel"],
             save_trajectory=options["save_trajectory"],
             save_minutes=options["save_minutes"],
             watcher=watcher,
@@ -197,7 +205,7 @@ def _run(plan: "RunPlan", folder: "RunFolder", options: Mapping[str, Any]) -> in
     if not outcome.finished:
         click.echo(
             f"Stopped after step {outcome.step} of {outcome.num_steps}; the same command with "
-            f"--resume goes on from {folder.checkpoint}.",
+            f"--resume goes on from its checkpoint in {folder.path}.",
             err=True,
         )
         return 130

@@ -39,13 +39,14 @@ class Sharding:
         """
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+        from torch.utils.dlpack import from_dlpack
 
         if part.storage_offset():
             # The same memory as a storage of its own: `dcp.async_save` takes a DTensor whose part
             # lies further inside a storage for a plain tensor, and fails.
             # Types of one byte (float8) cannot all be shared that way; they are copied.
             shared = part.numel() and part.dtype.itemsize > 1
-            part = torch.from_dlpack(part) if shared else part.clone()
+            part = from_dlpack(part) if shared else part.clone()
         meta = TensorMeta(self.shape, self.stride, part.dtype)
         spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
         return DTensor(part, spec, requires_grad=False)  # type: ignore[no-untyped-call]

@@ -10,8 +10,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_lawa.checkpoints.tensors import save_tensors
 from torch_lawa.core.records import MetricsWriter, Row
 from torch_lawa.recipes.machine import StopSignal, joined, repeatable
+from torch_lawa.recipes.parallel import Parallel
 from torch_lawa.recipes.run_folder import RunFolder, RunPlan
 from torch_lawa.recipes.task import Place, Task
 from torch_lawa.recipes.trainer import Trainer
@@ -51,6 +53,7 @@ def train(
     place: Place,
     *,
     compile: bool | None = None,
+    parallel: Parallel = "ddp",
     save_trajectory: bool = False,
     save_minutes: float = 10.0,
     watcher: Watcher | None = None,
@@ -60,15 +63,17 @@ def train(
     Stopped by Ctrl-C or SIGTERM it saves a checkpoint and returns an `Outcome` that is not
     finished; it also saves one every `save_minutes`.
     """
-    with joined(place), repeatable(plan.num_threads), contextlib.ExitStack() as stack:
+    with (
+        joined(place, alone=parallel != "fsdp"),
+        repeatable(plan.num_threads),
+        contextlib.ExitStack() as stack,
+    ):
         task = make_task(plan, place)  # may take a while: Ctrl-C has nothing to save yet
         stop = stack.enter_context(StopSignal())
-        trainer = Trainer(plan, task, place, compile=compile)
-        if (state := folder.load()) is not None:
-            trainer.load_state_dict(state)
-            if place.rank == 0:
-                folder.cut_metrics(trainer.step)
-                folder.cut_trajectory(trainer.step)
+        trainer = Trainer(plan, task, place, compile=compile, parallel=parallel)
+        if trainer.parallel.load(trainer, folder) and place.rank == 0:
+            folder.cut_metrics(trainer.step)
+            folder.cut_trajectory(trainer.step)
         writer = None
         if place.rank == 0:
             writer = stack.enter_context(MetricsWriter(folder.metrics))
@@ -108,24 +113,21 @@ def _loop(
         watcher.on_step(trainer.step)
         if trainer.step % trainer.interval == 0:
             trainer.collect()
-            if save_trajectory and writer is not None:
-                folder.save_snapshot(trainer.model.state_dict(), trainer.step, trainer.epoch)
+            if save_trajectory:
+                whole = trainer.parallel.whole(trainer.model)
+                if writer is not None:
+                    folder.save_snapshot(whole, trainer.step, trainer.epoch)
         if trainer.evaluation_due:
             watcher.on_rows(trainer.evaluate(writer))
         late = time.monotonic() - saved_at > save_seconds
         stopped, due = trainer.agree(stop.pending, late)
         if (stopped or due) and trainer.step < trainer.num_steps:
-            _save(trainer, folder)
+            trainer.parallel.save(trainer, folder)
             saved_at = time.monotonic()
             if stopped:
                 return Outcome(trainer.step, trainer.num_steps)
-    _save(trainer, folder)
+    trainer.parallel.save(trainer, folder)
+    tensors, notes = trainer.averaged()
     if trainer.place.rank == 0:
-        trainer.save_averaged(folder.averaged)
+        save_tensors(folder.averaged, tensors, notes)
     return Outcome(trainer.step, trainer.num_steps)
-
-
-def _save(trainer: Trainer, folder: RunFolder) -> None:
-    state = trainer.state_dict()  # in every process: the loss is added up over them
-    if trainer.place.rank == 0:
-        folder.save(state)

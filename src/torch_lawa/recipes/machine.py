@@ -43,11 +43,16 @@ def choose_place(device: str | None = None) -> Place:
 
 
 @contextlib.contextmanager
-def joined(place: Place) -> Iterator[None]:
-    """In touch with the other processes, where there are any."""
-    if place.world_size == 1:
+def joined(place: Place, *, alone: bool = True) -> Iterator[None]:
+    """In touch with the other processes, where there are any; one by itself unless `alone`."""
+    if place.world_size == 1 and alone:
         yield
         return
+    if "MASTER_ADDR" not in os.environ:
+        raise LawaError(
+            "shards need a process group: start the command with torchrun --nproc-per-node N -m "
+            "torch_lawa ..., also for one process."
+        )
     backend = "nccl" if place.device.type == "cuda" else "gloo"
     torch.distributed.init_process_group(backend)
     try:

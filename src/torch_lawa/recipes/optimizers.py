@@ -1,13 +1,14 @@
 """Optimizers and learning-rate schedules of the recipes, Lookahead among them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torch_lawa.core.shards import local
 from torch_lawa.errors import StateError
 from torch_lawa.recipes.configs import TrainConfig
 
@@ -33,7 +34,7 @@ class Lookahead:
     def __init__(self, inner: Optimizer, *, alpha: float = 0.8, k: int = 5) -> None:
         self.inner, self.alpha, self.k = inner, alpha, k
         self._fast = [p for group in inner.param_groups for p in group["params"]]
-        self._slow = [p.detach().clone() for p in self._fast]
+        self.slow = [p.detach().clone() for p in self._fast]
         self._num_steps = 0
 
     @property
@@ -51,30 +52,35 @@ class Lookahead:
         self.inner.step()
         self._num_steps += 1
         if self._num_steps % self.k == 0:
-            torch._foreach_lerp_(self._slow, self._fast, self.alpha)
-            torch._foreach_copy_(self._fast, self._slow)
+            fast, slow = ([local(p) for p in each] for each in (self._fast, self.slow))
+            torch._foreach_lerp_(slow, fast, self.alpha)
+            torch._foreach_copy_(fast, slow)
+
+    @torch.no_grad()
+    def load_slow(self, slow: Iterable[Tensor], num_steps: int) -> None:
+        """Go on with these slow weights after so many steps."""
+        torch._foreach_copy_([local(p) for p in self.slow], [local(p) for p in slow])
+        self._num_steps = num_steps
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state, the slow weights and the count of steps."""
         return {
             "inner": self.inner.state_dict(),
-            "slow": list(self._slow),
+            "slow": list(self.slow),
             "num_steps": self._num_steps,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
         slow: list[Tensor] = state.get("slow", [])
-        shapes = [tensor.shape for tensor in self._slow]
+        shapes = [tensor.shape for tensor in self.slow]
         if "inner" not in state or [tensor.shape for tensor in slow] != shapes:
             raise StateError(
                 "this is no state of Lookahead over the same parameters: build the model and the "
                 "optimizer as they were when it was saved."
             )
         self.inner.load_state_dict(state["inner"])
-        with torch.no_grad():
-            torch._foreach_copy_(self._slow, slow)
-        self._num_steps = int(state["num_steps"])
+        self.load_slow(slow, int(state["num_steps"]))
 
 
 def build_optimizer(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_lawa._version import __version__
-from torch_lawa.checkpoints.files import replacing
+from torch_lawa.checkpoints.files import remove, replacing
 from torch_lawa.checkpoints.tensors import save_tensors
 from torch_lawa.core.records import read_metrics
 from torch_lawa.errors import ConfigError, StateError
@@ -69,18 +69,21 @@ class RunFolder:
         self.config = path / "config.json"
         self.metrics = path / "metrics.jsonl"
         self.checkpoint = path / "checkpoint.pt"
+        self.shards = path / "checkpoint"  # of a run in shards, a folder
         self.averaged = path / "averaged.safetensors"
         self.trajectory = path / "trajectory"
 
     @property
     def used(self) -> bool:
         """Whether a run is in it."""
-        return self.config.exists() or self.metrics.exists() or self.checkpoint.exists()
+        there = (self.config, self.metrics, self.checkpoint, self.shards)
+        return any(path.exists() for path in there)
 
     def clear(self) -> None:
         """Remove the run; files of others stay."""
         for path in (self.metrics, self.checkpoint, self.averaged):
             path.unlink(missing_ok=True)
+        remove(self.shards)
         for path in self.trajectory.glob("step-*.safetensors"):
             path.unlink()
         self.config.unlink(missing_ok=True)

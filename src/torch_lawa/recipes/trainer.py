@@ -3,23 +3,21 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
 
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.batch_norm import recalibrate_batch_norm
-from torch_lawa.checkpoints.tensors import save_tensors
 from torch_lawa.core.coefficients import Coefficients, parse_coefficients
 from torch_lawa.core.records import MetricsWriter, Row
 from torch_lawa.errors import ConfigError, LawaError, StateError
 from torch_lawa.evaluation import evaluate_side_by_side
 from torch_lawa.recipes.configs import TrainConfig
 from torch_lawa.recipes.optimizers import build_optimizer, learning_rate
+from torch_lawa.recipes.parallel import Parallel, choose_parallel
 from torch_lawa.recipes.run_folder import RunPlan
 from torch_lawa.recipes.task import Batch, Place, Task, mixed_seed
 
@@ -33,9 +31,16 @@ class Trainer:
     """Model, optimizer and averager of one run, and how far they are."""
 
     def __init__(
-        self, plan: RunPlan, task: Task, place: Place, *, compile: bool | None = None
+        self,
+        plan: RunPlan,
+        task: Task,
+        place: Place,
+        *,
+        compile: bool | None = None,
+        parallel: Parallel = "ddp",
     ) -> None:
         self.plan, self.task, self.place = plan, task, place
+        self.parallel = choose_parallel(parallel, place)
         self.config = config = plan.config
         self.num_steps = config.epochs * task.num_batches
         self.interval = config.nu or task.num_batches
@@ -45,15 +50,12 @@ class Trainer:
         self.model = task.build_model().to(place.device)
         if cuda:
             self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.parallel.prepare(self.model)
         self.optimizer = build_optimizer(config, self.model, fused=cuda)
         # Compiled graphs share the model's own tensors, so a swap reaches them, too.
         compiled = cuda if compile is None else compile
         self.forward: nn.Module = torch.compile(self.model) if compiled else self.model  # type: ignore[assignment]
-        self.trained = self.forward
-        if place.world_size > 1:
-            self.trained = DistributedDataParallel(
-                self.forward, device_ids=[place.device.index] if cuda else None
-            )
+        self.trained = self.parallel.trained(self.forward)
         self.averager = LatestWeightAverager(k=max(config.ks), store="device" if cuda else "host")
         self.step = 0
         self.train_seconds = self.collect_seconds = 0.0
@@ -92,9 +94,9 @@ class Trainer:
         self.optimizer.zero_grad()
         parts = _split(batch, self.config.micro_batch_size)
         for i, part in enumerate(parts):
-            with self._apart(last=i == len(parts) - 1), self.autocast():
-                loss = self.task.loss(self.trained, part) / len(parts)
-            with self._apart(last=i == len(parts) - 1):
+            with self.parallel.step_part(self.trained, last=i == len(parts) - 1):
+                with self.autocast():
+                    loss = self.task.loss(self.trained, part) / len(parts)
                 loss.backward()  # type: ignore[no-untyped-call]
             self._loss += loss.detach()
         if self.config.clip_norm is not None:
@@ -106,6 +108,7 @@ class Trainer:
     def collect(self) -> None:
         """A snapshot of the weights."""
         self._pause()
+        self.parallel.settle(self.model)
         begin = time.perf_counter()
         self.averager.collect(self.model, step=self.step)
         self._wait()
@@ -138,17 +141,20 @@ class Trainer:
             return [False] * len(answers)
         return [total > 0 for total in self.place.total([float(answer) for answer in answers])]
 
-    def save_averaged(self, path: Path) -> None:
-        """The first average, its BatchNorm statistics re-estimated."""
+    def averaged(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The first average, whole, BatchNorm statistics re-estimated; and what it is."""
         k, rule = _averages(self.config)[0]
         with self.averager.swapped_into(self.model, k, coefficients=rule):
             with self.autocast():
                 recalibrate_batch_norm(self.model, self.task.calibration())
-            notes = {"recipe": self.config.recipe, "seed": str(self.plan.seed), "k": str(k)}
-            save_tensors(path, self.model.state_dict(), {**notes, "step": str(self.step)})
+            whole = self.parallel.whole(self.model)
+            tensors = {name: tensor.clone() for name, tensor in whole.items()}
+        notes = {"recipe": self.config.recipe, "seed": str(self.plan.seed), "k": str(k)}
+        return tensors, {**notes, "step": str(self.step)}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the rest of the run depends on."""
+    @property
+    def progress(self) -> dict[str, Any]:
+        """How far the run is: plain numbers."""
         self._pause()
         [loss] = self.place.total([self._loss.item()])
         return {
@@ -157,6 +163,20 @@ class Trainer:
             "num_losses": self._num_losses,
             "train_seconds": self.train_seconds,
             "collect_seconds": self.collect_seconds,
+        }
+
+    @progress.setter
+    def progress(self, state: Mapping[str, Any]) -> None:
+        self.step = int(state["step"])
+        self._num_losses = int(state["num_losses"])
+        self._loss.fill_(state["loss"])
+        self.train_seconds = float(state["train_seconds"])
+        self.collect_seconds = float(state["collect_seconds"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the rest of the run depends on."""
+        return {
+            **self.progress,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "averager": self.averager.state_dict(),
@@ -165,11 +185,7 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         try:
-            self.step = int(state["step"])
-            self._num_losses = int(state["num_losses"])
-            self._loss.fill_(state["loss"])
-            self.train_seconds = float(state["train_seconds"])
-            self.collect_seconds = float(state["collect_seconds"])
+            self.progress = state
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.averager.load_state_dict(state["averager"])
@@ -218,12 +234,6 @@ class Trainer:
         if self.place.device.type != "cuda":
             return contextlib.nullcontext()
         return torch.autocast("cuda", torch.bfloat16)
-
-    def _apart(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Processes exchange gradients once a step, with the last micro-batch."""
-        if isinstance(self.trained, DistributedDataParallel) and not last:
-            return self.trained.no_sync()
-        return contextlib.nullcontext()
 
     def _check(self) -> None:
         config, world_size = self.config, self.place.world_size

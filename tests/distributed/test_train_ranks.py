@@ -1,0 +1,109 @@
+"""`lawa train` on several processes: copies and shards train alike, and resume on any number."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import on_ranks
+from safetensors.torch import load_file
+from training import rows_of, run, smoke_plan
+
+from torch_lawa.core.records import Row
+from torch_lawa.errors import StateError
+from torch_lawa.recipes.machine import choose_place
+
+TESTS = str(Path(__file__).parents[1])
+
+
+def train(rank: int, path: str, parallel: str, stop: int, recipe: str) -> str | None:
+    """Train a smoke run, or go on with it, until it is stopped."""
+    sys.path.insert(0, TESTS)
+    plan = smoke_plan(recipe, lookahead=True)
+    place = choose_place("cpu")
+    options = {"parallel": parallel, "save_trajectory": True}
+    try:
+        run(plan, Path(path), stop_at=stop, place=place, **options)
+    except StateError as error:
+        return str(error)
+    return None
+
+
+def trained(
+    world_size: int,
+    path: Path,
+    parallel: str,
+    stops: tuple[int, ...] = (-1,),
+    recipe: str = "digits",
+) -> list[str | None]:
+    """All processes started anew for each stop; -1 is the end."""
+    said: list[str | None] = []
+    for stop in stops:
+        said = on_ranks(world_size, train, str(path), parallel, stop, recipe, join=False)
+    return said
+
+
+def rows(path: Path) -> list[Row]:
+    return [{k: v for k, v in row.items() if k != "num_devices"} for row in rows_of(path)]
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("copies")
+    trained(2, path, "ddp")
+    return path
+
+
+def assert_close(found: list[Row], expected: list[Row]) -> None:
+    assert len(found) == len(expected)
+    for mine, other in zip(found, expected, strict=True):
+        assert (mine["step"], mine["weights"], mine["k"]) == (
+            other["step"],
+            other["weights"],
+            other["k"],
+        )
+        assert mine["test_loss"] == pytest.approx(other["test_loss"], rel=1e-3)
+
+
+def test_shards_train_as_copies_do_and_resume_bit_for_bit(copies: Path, tmp_path: Path) -> None:
+    trained(2, tmp_path / "whole", "fsdp")
+    trained(2, tmp_path / "parts", "fsdp", (30, -1))
+    assert_close(rows(tmp_path / "whole"), rows(copies))
+    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+    for name in ("averaged.safetensors", "trajectory/step-00000084-epoch-3.safetensors"):
+        assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert not list(tmp_path.rglob("*.partial"))
+    # The average is whole in its file, whatever the shards.
+    window = [load_file(path) for path in sorted((tmp_path / "whole/trajectory").iterdir())[-2:]]
+    mean = torch.stack([each["0.weight"].double() for each in window]).mean(0).float()
+    assert torch.equal(load_file(tmp_path / "whole/averaged.safetensors")["0.weight"], mean)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_shards_resume_on_another_number_of_processes(
+    world_size: int, copies: Path, tmp_path: Path
+) -> None:
+    trained(2, tmp_path, "fsdp", (60,))
+    before = rows(tmp_path)
+    trained(world_size, tmp_path, "fsdp")
+    found = rows(tmp_path)
+    assert found[: len(before)] == before
+    assert found[-1]["step"] == 112
+    assert found[-1]["test_loss"] == pytest.approx(rows(copies)[-1]["test_loss"], rel=0.1)
+
+
+@pytest.mark.matrix
+def test_a_model_with_tied_weights_in_shards(tmp_path: Path) -> None:
+    trained(2, tmp_path, "fsdp", (10, -1), recipe="wikitext103-roberta")
+    losses = [row["valid_loss"] for row in rows(tmp_path) if row["weights"] == "raw"]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.matrix
+def test_a_checkpoint_of_the_other_kind_is_refused(copies: Path, tmp_path: Path) -> None:
+    refused = trained(2, copies, "fsdp")
+    assert all("without --parallel fsdp" in str(each) for each in refused)
+    trained(2, tmp_path, "fsdp", (10,))
+    refused = trained(2, tmp_path, "ddp")
+    assert all("with --parallel fsdp" in str(each) for each in refused)
