@@ -161,7 +161,6 @@ class Shards(Copies):
             )
         if not folder.shards.exists():
             return False
-        trainer.averager.bind(trainer.model)
         state = self._state(trainer)
         try:
             load(state, checkpoint_id=folder.shards)
@@ -184,6 +183,7 @@ class Shards(Copies):
             get_optimizer_state_dict,
         )
 
+        trainer.averager.bind(trainer.model)  # its names, also before the first snapshot
         state: dict[str, Any] = {
             "model": get_model_state_dict(trainer.model),
             "optimizer": get_optimizer_state_dict(trainer.model, _inner(trainer)),
