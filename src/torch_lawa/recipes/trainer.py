@@ -117,6 +117,7 @@ class Trainer:
     def evaluate(self, writer: MetricsWriter | None) -> list[Row]:
         """Rows of raw and averaged weights; the first average every time, others now and then."""
         self._pause()
+        self.parallel.settle(self.model)
         config = self.config
         number = self.step // (self.interval * config.evaluate_every)
         last = self.step == self.num_steps
