@@ -125,22 +125,33 @@ class DiskStore(Store):
         self.wait()
         self._run += not relaid
         old_names, before = self._used() | self._surplus, dict(vars(self))
-        runs: dict[int, int] = {}
-        if relaid and self.snapshots:
-            # The counters of the newest of them, not those of the snapshot that is about to come.
-            notes = self._rows[self.snapshots[-1].index].notes
-            runs = {index: row.run for index, row in self._rows.items()}
+        rows: dict[int, Row] = {}
+        ends: dict[int, Mapping[str, Tensor]] = {}
+        if relaid:
+            # What each of them had: counters, and kept tensors where the window may end with it.
+            rows = self._rows
+            ends = {
+                index: self._kept.views(self._mapped(row.kept_file, self._kept))
+                for index, row in rows.items()
+                if row.kept_file is not None
+            }
             self._age -= len(contents)
-        elif not relaid:
+        else:
             self._began, self._age = self._run, -len(contents)
+        num_ends = max(1, sum(content.snapshot.index in ends for content in contents))
         self._averaged, self._kept, self._k = averaged, kept, k
         self._forget()
         self.retarget(averaged, kept)
         try:
             while contents:
                 content = contents.pop(0)
-                run = runs.get(content.snapshot.index, self._run)
-                self._put(content, notes, run, num_ends=1, commit=not contents)
+                index, run = content.snapshot.index, self._run
+                if index in rows:
+                    run, notes = rows[index].run, rows[index].notes
+                if index in ends:
+                    own = {name: ends[index][name] for name in content.kept}
+                    content = replace(content, kept=own)
+                self._put(content, notes, run, num_ends=num_ends, commit=not contents)
             self.wait()
         except BaseException:
             with contextlib.suppress(Exception):

@@ -1,5 +1,6 @@
 """The window: a store, the layout of what is in it, and the mean read out of it."""
 
+import hashlib
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -42,9 +43,11 @@ class Window:
         store.keep_evicted = sliding is True
         found = store.find(k)
         self.notes: dict[str, Any] = {}
+        self._shards = ""  # which parts of a sharded model lie in this process
         if found is not None:
             self.averaged, self.kept, self.notes = found.averaged, found.kept, found.notes
             self.ties = dict(found.notes.get("ties", {}))
+            self._shards = str(found.notes.get("shards", ""))
 
     @property
     def snapshots(self) -> list[Snapshot]:
@@ -67,7 +70,7 @@ class Window:
             {name: tensors[name] for name in self._names[0]},
             {name: tensors[name] for name in self._names[1]},
         )
-        self._store.put(content, notes)
+        self._store.put(content, {**notes, "shards": self._shards})
 
     def bind(self, selection: Selection, notes: Mapping[str, Any]) -> None:
         """Learn names, shapes and shardings of a model without a snapshot."""
@@ -136,6 +139,7 @@ class Window:
     def _forget(self) -> None:
         """What was learned from the snapshots that are gone."""
         self._sums, self._last_read, self._reported, self._bound = {}, (), set(), False
+        self._shards = ""
 
     def wait(self) -> None:
         """Return when every snapshot is where it belongs."""
@@ -163,13 +167,21 @@ class Window:
 
     def _bind(self, selection: Selection, notes: Mapping[str, Any]) -> None:
         """Check a model against what was collected before, and follow where it may change."""
+        shards = _parts(selection.shardings)
         if not self.averaged.groups:
             layouts = self._layouts(selection.averaged, selection.kept)
             self._store.open(*layouts, self.k)
             self.averaged, self.kept = layouts
         else:
+            if self._shards and shards and self._shards != shards:
+                raise LayoutError(
+                    "this process holds other parts of the model than when the window was "
+                    "collected, on another mesh or with other placements. Resume on the same "
+                    "ones, or call averager.reset() to begin a new window."
+                )
             self._follow(selection, notes)
         self.ties, self.shardings = selection.ties, selection.shardings
+        self._shards = shards
         self._names = (list(self.averaged.signature()), list(self.kept.signature()))
         self._bound = True
 
@@ -298,6 +310,18 @@ class _Delivery:
 def _real(flat: Tensor) -> Tensor:
     """Complex numbers as pairs of real ones: averaging does not mix the two."""
     return torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+
+
+def _parts(shardings: Mapping[str, Sharding]) -> str:
+    """Which part of each tensor lies here, in one short text; other parts may look the same."""
+    parts = []
+    for name, sharding in sorted(shardings.items()):
+        mesh = sharding.mesh
+        dims = zip(sharding.placements, mesh.get_coordinate() or (), mesh.shape, strict=False)
+        cut = [(repr(placement), place, size) for placement, place, size in dims if size > 1]
+        if cut:
+            parts.append((name, tuple(sharding.shape), cut))
+    return hashlib.sha256(repr(parts).encode()).hexdigest() if parts else ""
 
 
 def _but_for_device(layouts: tuple[Layout, Layout]) -> list[Any]:

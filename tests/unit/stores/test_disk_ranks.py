@@ -207,24 +207,49 @@ def test_another_k_when_taken_over(cluster: Callable[[], Cluster], tmp_path: Pat
     assert len(list(tmp_path.glob("rank-*/window-*"))) == 2 * 4
 
 
-def test_a_parameter_that_is_unfrozen_keeps_the_window(cluster: Callable[[], Cluster]) -> None:
+def test_a_loaded_window_can_only_end_with_its_newest(cluster: Callable[[], Cluster]) -> None:
+    """A state has the kept tensors of no other snapshot."""
+    run = cluster()
+    for _ in range(5):
+        run.collect((0, 1))
+    run.averagers[0].load_state_dict(deepcopy(run.averagers[0].state_dict()))
+    found = run.report(0)
+    assert [mark.step for mark in found.held] == [3, 4, 5]
+    assert [mark.step for mark in found.ends] == [5]
+    assert {mark.run for mark in found.held} == {run.report(1).run + 1}
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_parameter_that_is_unfrozen_keeps_the_window(
+    behind: int, cluster: Callable[[], Cluster]
+) -> None:
     """The files are written anew in another layout, by one rank first; snapshots stay the same."""
     run = cluster()
     model = torch.nn.Linear(2, 2)
+    model.register_buffer("n", torch.tensor(0))
     model.bias.requires_grad_(False)
-    for _ in range(4):
-        for rank in range(2):
+
+    def collect(ranks: tuple[int, ...]) -> None:
+        model.n += 1
+        for rank in ranks:
             run.averagers[rank].collect(model)
             run.averagers[rank].wait()
-    model.bias.requires_grad_(True)
-    run.averagers[0].collect(model)
-    run.averagers[0].wait()
+
+    for _ in range(4):
+        collect((0, 1))
     run.start()
-    assert [averager.steps for averager in run.averagers] == [[2, 3, 4], [2, 3, 4]]
-    for rank in range(2):
-        assert torch.equal(run.averagers[rank].average()["bias"], model.bias)
-        run.averagers[rank].collect(model)
-        assert run.averagers[rank].steps == [3, 4, 5]
+    if behind:
+        collect((0,))
+    model.bias.requires_grad_(True)
+    collect((0,))
+    run.start()
+    for averager in run.averagers:
+        assert averager.steps == ([3, 4] if behind else [2, 3, 4])
+        average = averager.average()
+        assert torch.equal(average["bias"], model.bias)
+        assert average["n"].item() == 4
+        averager.collect(model)
+        assert averager.steps == [3, 4, 5]
 
 
 def test_windows_of_other_numbers_of_ranks_are_refused(tmp_path: Path) -> None:
