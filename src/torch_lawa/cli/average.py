@@ -20,6 +20,10 @@ Examples:
   lawa average a.pt b.pt --weights 1,3 -o mean.pt         files, b counting three times
   lawa average 's3://bucket/run/step-*' -o averaged       patterns and URLs
   lawa average runs/gpt --last 8 --coefficients decay:1-sqrt -o averaged
+
+\b
+Several processes or machines that share a disk make one result together:
+  torchrun --nproc-per-node 4 -m torch_lawa average runs/gpt --last 6 -o averaged
 """
 
 
@@ -91,42 +95,46 @@ def command(
     Reads safetensors, sharded folders, PyTorch files, distributed checkpoints and adapters, each
     byte once, and writes the same layout with the exact mean (float64, rounded once).
     """
+    from torch_lawa.cli.teamwork import as_team
     from torch_lawa.cli.working import while_shown
     from torch_lawa.offline import average_checkpoints, plan_average
     from torch_lawa.offline.engine import Meter
 
-    plan = plan_average(
-        inputs,
-        output,
-        last=last,
-        at=at,
-        start=start,
-        stop=stop,
-        every=every,
-        coefficients=coefficients,
-        weights=None if weights is None else _numbers(weights),
-        dtype=dtype,
-        include=include,
-        exclude=exclude,
-        buffers=buffers,  # type: ignore[arg-type]
-        strip_prefix=strip_prefix,
-        key=key,
-        layout=layout,  # type: ignore[arg-type]
-        max_shard_size=None if max_shard_size is None else parse_bytes(max_shard_size),
-        overwrite=overwrite,
-    )
-    if dry_run:
-        click.echo(json.dumps(plan.to_json(), indent=2) if as_json else str(plan))
-        return
-    if not as_json:
-        for note in plan.notes:
-            click.echo(f"Note: {note}", err=True)
     meter = Meter()
-    result = while_shown(
-        lambda: average_checkpoints(plan, threads=threads, digests=digests, meter=meter),
-        meter,
-        "Averaging",
-    )
+    with as_team(output, meter, threads=threads, alone=dry_run) as leader:
+        plan = plan_average(
+            inputs,
+            output,
+            last=last,
+            at=at,
+            start=start,
+            stop=stop,
+            every=every,
+            coefficients=coefficients,
+            weights=None if weights is None else _numbers(weights),
+            dtype=dtype,
+            include=include,
+            exclude=exclude,
+            buffers=buffers,  # type: ignore[arg-type]
+            strip_prefix=strip_prefix,
+            key=key,
+            layout=layout,  # type: ignore[arg-type]
+            max_shard_size=None if max_shard_size is None else parse_bytes(max_shard_size),
+            overwrite=overwrite,
+        )
+        if dry_run:
+            click.echo(json.dumps(plan.to_json(), indent=2) if as_json else str(plan))
+            return
+        if not as_json:
+            for note in plan.notes:
+                click.echo(f"Note: {note}", err=True)
+        result = while_shown(
+            lambda: average_checkpoints(
+                plan, threads=threads, digests=digests, meter=meter, leader=leader
+            ),
+            meter,
+            "Averaging",
+        )
     if as_json:
         click.echo(json.dumps({**plan.to_json(), **result.to_json()}, indent=2))
     else:

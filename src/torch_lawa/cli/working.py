@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 _PATIENCE = 0.4  # seconds before a bar is worth its import
 
 
-def while_shown(act: Callable[[], _T], meter: Meter, title: str) -> _T:
+def while_shown(act: Callable[[], _T], meter: Meter, title: str, *, shown: bool = True) -> _T:
     """Run `act` beside a progress bar of `meter`; Ctrl-C stops it between two pieces."""
     made: list[_T] = []
     failed: list[BaseException] = []
@@ -33,7 +33,7 @@ def while_shown(act: Callable[[], _T], meter: Meter, title: str) -> _T:
 
     try:
         threading.Thread(target=work, daemon=True).start()
-        if not ended.wait(_PATIENCE) and sys.stderr.isatty():
+        if not ended.wait(_PATIENCE) and shown and sys.stderr.isatty():
             _show(ended, meter, title)
         while not ended.wait(1.0):  # with a time limit, so that Ctrl-C is noticed
             pass

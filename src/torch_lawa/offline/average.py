@@ -1,10 +1,9 @@
 """Carry out a plan: read every input once, write the result whole, note how it came about."""
 
-import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,15 +13,17 @@ from torch_lawa._version import __version__
 from torch_lawa.checkpoints.base import Checkpoint
 from torch_lawa.checkpoints.opening import open_checkpoint
 from torch_lawa.checkpoints.places import Place
-from torch_lawa.errors import ConfigError, LayoutError
-from torch_lawa.offline.engine import Meter, default_threads, in_threads, run
+from torch_lawa.errors import ConfigError
+from torch_lawa.offline.digests import hash_files
+from torch_lawa.offline.engine import Meter, default_threads, run, whole
+from torch_lawa.offline.filling import check_unchanged, plan_filling, whole_name
+from torch_lawa.offline.leading import Leader
 from torch_lawa.offline.plan import Plan
 from torch_lawa.offline.writing import writing
 
 __all__ = ["PROVENANCE", "Result", "average_checkpoints", "metadata_of", "provenance"]
 
 PROVENANCE = "torch_lawa"  # the key of the metadata that says how a result was made
-_HASHED = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,13 @@ def average_checkpoints(
     threads: int | None = None,
     digests: bool = False,
     meter: Meter | None = None,
+    leader: Leader | None = None,
 ) -> Result:
     """Carry out a plan; the bits do not depend on the number of threads.
 
     Until it is whole the result has a temporary name beside its own; on an error or Ctrl-C nothing
-    is left. With `digests` the SHA-256 of every input file goes into the result's provenance.
+    is left. With `digests` the SHA-256 of every input file goes into the result's provenance. A
+    `leader` shares the work with the other processes of its team (`offline/leading.py`).
 
     >>> import tempfile, torch
     >>> from pathlib import Path
@@ -79,17 +82,30 @@ def average_checkpoints(
     started = time.perf_counter()
     meter = meter or Meter()
     with ExitStack() as stack:
+        if leader is not None:
+            stack.enter_context(leader.answering())
         opened = [stack.enter_context(open_checkpoint(i.place, key=plan.key)) for i in plan.inputs]
-        _check_unchanged(plan, opened)
-        num_threads = threads or default_threads(opened)
+        check_unchanged(plan.tensors, opened)
+        num_threads = threads or default_threads(opened, leader.team.size_here if leader else 1)
         meter.total = plan.bytes_read
-        hashes = _digests(opened, num_threads, meter) if digests else {}
+        if leader is not None:
+            leader.gather()
+        hashes = _digests(opened, num_threads, meter, leader) if digests else {}
         metadata = metadata_of(plan, hashes)
-        with writing(plan.output, metadata, plan.aliases) as sink:
+        shared = leader.meeting.values if leader else None
+        with writing(plan.output, metadata, plan.aliases, shared) as sink:
             before = time.perf_counter()
             # In the order of the output, so that it is written front to back.
-            tensors = [t for shard in plan.output.shards for t in shard.tensors]
-            not_finite = run(opened, plan.weights, tensors, sink, threads=num_threads, meter=meter)
+            spans = whole(tensor for file in sink.files for tensor, _ in file.tensors)
+            if leader is not None:
+                filling = plan_filling(plan, opened, sink.files, leader.team.size)
+                leader.order(filling.to_json())
+                spans = iter(filling.spans(leader.team.rank))
+            not_finite = run(opened, plan.weights, spans, sink, threads=num_threads, meter=meter)
+            if leader is not None:
+                sink.flush()
+                others = [name for reply in leader.collect() for name in reply["not_finite"]]
+                not_finite = sorted({*not_finite, *others})
             engine_seconds = time.perf_counter() - before
     return Result(
         place=plan.output.place,
@@ -127,31 +143,17 @@ def provenance(plan: Plan, digests: dict[str, str] | None = None) -> dict[str, A
     }
 
 
-def _check_unchanged(plan: Plan, opened: Sequence[Checkpoint]) -> None:
-    for checkpoint in opened:
-        for tensor in plan.tensors:
-            if checkpoint.tensors.get(tensor.name) != tensor.source:
-                raise LayoutError(
-                    f"{checkpoint.place}: tensor {tensor.name!r} changed since the plan was made; "
-                    "plan again."
-                )
-
-
-def _digests(opened: Sequence[Checkpoint], threads: int, meter: Meter) -> dict[str, str]:
+def _digests(
+    opened: Sequence[Checkpoint], threads: int, meter: Meter, leader: Leader | None
+) -> dict[str, str]:
     """SHA-256 of every file that is read, by its name."""
-    found: dict[str, str] = {}
     places = [place for checkpoint in opened for place in checkpoint.files]
     meter.total += sum(place.size for place in places)
-
-    def work(todo: Iterator[Place]) -> None:
-        for place in todo:
-            source, digest = place.open(), hashlib.sha256()
-            for begin in range(0, source.size, _HASHED):
-                end = min(begin + _HASHED, source.size)
-                digest.update(source.view(begin, end).data)
-                meter.add(end - begin)
-            source.close()
-            found[str(place)] = digest.hexdigest()
-
-    in_threads(threads, iter(places), work, meter)
+    if leader is None:
+        return hash_files(places, threads, meter)
+    leader.order({"act": "digest", "files": [whole_name(place) for place in places]})
+    size = leader.team.size
+    found = hash_files(places[::size], threads, meter)
+    for rank, reply in zip(leader.others, leader.collect(), strict=True):
+        found |= zip(map(str, places[rank::size]), reply["digests"], strict=True)
     return found

@@ -6,8 +6,8 @@ Which thread makes a piece changes nothing in it.
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, TypeAlias, TypeVar
 
 from torch_lawa.checkpoints.base import Checkpoint
 from torch_lawa.core.coefficients import Uniform, Weights
@@ -19,6 +19,9 @@ from torch_lawa.offline.matching import PlannedTensor
 __all__ = [
     "Meter",
     "Sink",
+    "Span",
+    "Stopped",
+    "cut_spans",
     "default_threads",
     "drop_zeros",
     "in_threads",
@@ -26,9 +29,11 @@ __all__ = [
     "read_piece",
     "run",
     "value_width",
+    "whole",
 ]
 
 _T = TypeVar("_T")
+Span: TypeAlias = tuple[PlannedTensor, int, int]  # a tensor, its first value, and after its last
 _LOCAL_THREADS, _REMOTE_THREADS = 8, 16
 _REMOTE_PIECE = 1 << 19  # a piece is a request
 
@@ -64,12 +69,15 @@ class Meter:
         self.stopped = True
 
 
-def default_threads(checkpoints: Sequence[Checkpoint]) -> int:
-    """One a core here; more where each waits for a server most of the time."""
+def default_threads(checkpoints: Sequence[Checkpoint], processes: int = 1) -> int:
+    """One a core here; more where each waits for a server most of the time.
+
+    Of several processes on this machine each has its part of them.
+    """
     if not all(c.place.local for c in checkpoints):
-        return _REMOTE_THREADS
+        return max(1, _REMOTE_THREADS // processes)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(_LOCAL_THREADS, cores or 1))
+    return max(1, min(_LOCAL_THREADS, (cores or 1) // processes))
 
 
 def drop_zeros(
@@ -86,31 +94,42 @@ def value_width(code: str) -> int:
     return dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
 
 
-def pieces_of(
-    tensors: Sequence[PlannedTensor], length: int | None = None
-) -> Iterator[tuple[PlannedTensor, int, int]]:
+def whole(tensors: Iterable[PlannedTensor]) -> Iterator[Span]:
+    """Every tensor from its first value to its last."""
+    for tensor in tensors:
+        yield tensor, 0, tensor.source.nbytes // value_width(tensor.source.dtype)
+
+
+def cut_spans(spans: Iterable[Span], length: int | None = None) -> Iterator[Span]:
+    """Spans cut into those of at most `length` values each.
+
+    The length is the one that suits their dtype, unless it is given.
+    """
+    for tensor, first, last in spans:
+        at_a_time = length or piece_length(tensor.source.dtype, tensor.target.dtype)
+        for start in range(first, last, at_a_time):
+            yield tensor, start, min(start + at_a_time, last)
+
+
+def pieces_of(tensors: Sequence[PlannedTensor], length: int | None = None) -> Iterator[Span]:
     """Every tensor cut into `(tensor, first value, last value)`, of at most `length` values each.
 
     The length is the one that suits their dtype, unless it is given.
     """
-    for tensor in tensors:
-        at_a_time = length or piece_length(tensor.source.dtype, tensor.target.dtype)
-        numel = tensor.source.nbytes // value_width(tensor.source.dtype)
-        for start in range(0, numel, at_a_time):
-            yield tensor, start, min(start + at_a_time, numel)
+    return cut_spans(whole(tensors), length)
 
 
 def run(
     checkpoints: Sequence[Checkpoint],
     weights: Weights,
-    tensors: Sequence[PlannedTensor],
+    spans: Iterable[Span],
     sink: Sink,
     *,
     threads: int,
     meter: Meter,
     length: int | None = None,
 ) -> list[str]:
-    """Average `tensors` of the checkpoints, oldest first, into `sink`.
+    """Average `spans` of the checkpoints, oldest first, into `sink`.
 
     Returns the names of tensors whose mean is not finite throughout.
     """
@@ -122,7 +141,7 @@ def run(
     alone = Uniform().weights(1)
     not_finite: set[str] = set()
 
-    def work(todo: Iterator[tuple[PlannedTensor, int, int]]) -> None:
+    def work(todo: Iterator[Span]) -> None:
         piece = make_pieces(length or PIECE)
         for tensor, first, last in todo:
             code, target = tensor.source.dtype, tensor.target.dtype
@@ -141,7 +160,7 @@ def run(
                     not_finite.add(tensor.name)
             sink.write(tensor.name, first * value_width(target), made)
 
-    in_threads(threads, pieces_of(tensors, length), work, meter)
+    in_threads(threads, cut_spans(spans, length), work, meter)
     return sorted(not_finite)
 
 

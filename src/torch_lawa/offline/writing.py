@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch_lawa.checkpoints.files import (
@@ -24,32 +24,57 @@ from torch_lawa.checkpoints.places import LocalPlace, Place, RemotePlace
 from torch_lawa.checkpoints.safetensors import encode_header
 from torch_lawa.core.dtypes import DTYPES
 from torch_lawa.core.pieces import Bytes
+from torch_lawa.offline.meeting import clear_meetings
 from torch_lawa.offline.output import Output
+from torch_lawa.offline.shares import LaidFile
 from torch_lawa.offline.uploading import upload
 
-__all__ = ["SafetensorsSink", "writing"]
+__all__ = ["SafetensorsSink", "lay_out", "writing"]
 
 _FLUSHED = 64 * 1024 * 1024
 
 
-class SafetensorsSink:
-    """Reserved safetensors files, filled piece by piece from any thread."""
+def lay_out(
+    folder: Path, output: Output, metadata: Mapping[str, str], *, flushed: bool = False
+) -> list[LaidFile]:
+    """Make the safetensors files of `output`: their headers, and room for the values.
 
-    def __init__(self, folder: Path, output: Output, metadata: Mapping[str, str]) -> None:
+    `flushed` sees to it that other machines find all of that before they write into it.
+    """
+    files = []
+    for shard in output.shards:
+        path = folder / shard.file
+        header, starts, size = encode_header(
+            [(t.written, t.target) for t in shard.tensors], metadata
+        )
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            reserve(handle, size, path)
+            _write_at(handle, header, 0)
+            if flushed:
+                os.fsync(handle)
+        finally:
+            os.close(handle)
+        files.append(
+            LaidFile(shard.file, size, tuple((t, starts[t.written]) for t in shard.tensors))
+        )
+    return files
+
+
+class SafetensorsSink:
+    """Files that were laid out, filled piece by piece from any thread."""
+
+    def __init__(self, folder: Path, files: Sequence[LaidFile]) -> None:
+        self.files = files
         self._places: dict[str, tuple[int, int]] = {}
         self._handles: list[int] = []
         self._unflushed = 0
         try:
-            for shard in output.shards:
-                path = folder / shard.file
-                entries = [(t.written, t.target) for t in shard.tensors]
-                header, starts, size = encode_header(entries, metadata)
-                handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+            for file in files:
+                handle = os.open(folder / file.file, os.O_WRONLY)
                 self._handles.append(handle)
-                reserve(handle, size, path)
-                _write_at(handle, header, 0)
-                for tensor in shard.tensors:
-                    self._places[tensor.name] = handle, starts[tensor.written]
+                for tensor, start in file.tensors:
+                    self._places[tensor.name] = handle, start
         except BaseException:
             self.close()
             raise
@@ -84,11 +109,19 @@ def _write_at(handle: int, data: bytes | memoryview, at: int) -> None:
 
 @contextlib.contextmanager
 def writing(
-    output: Output, metadata: Mapping[str, str], aliases: Mapping[str, str]
+    output: Output,
+    metadata: Mapping[str, str],
+    aliases: Mapping[str, str],
+    shared: Path | None = None,
 ) -> Iterator[SafetensorsSink]:
-    """A sink for the tensors of `output`, which takes its place when the block ends well."""
-    with _aside(output) as folder:
-        sink = SafetensorsSink(folder, output, {**metadata, **aliases})
+    """A sink for the tensors of `output`, which takes its place when the block ends well.
+
+    Where several processes write, they do so in the folder `shared`, which is made here.
+    """
+    with _aside(output, shared) as folder:
+        flushed = shared is not None
+        files = lay_out(folder, output, {**metadata, **aliases}, flushed=flushed)
+        sink = SafetensorsSink(folder, files)
         try:
             yield sink
             sink.flush()
@@ -104,14 +137,16 @@ def writing(
 
 
 @contextlib.contextmanager
-def _aside(output: Output) -> Iterator[Path]:
+def _aside(output: Output, shared: Path | None) -> Iterator[Path]:
     """A folder to work in, on the disk of the target, removed whatever happens."""
     if isinstance(output.place, LocalPlace):
         target = output.place.path
         target.parent.mkdir(parents=True, exist_ok=True)
         clear_stale(target)
+        if shared is None:
+            clear_meetings(target)
         require_space(target.parent, output.space)
-        folder = temporary_name(target)
+        folder = shared or temporary_name(target)
         remove(folder)
         folder.mkdir()
     else:
