@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -19,7 +20,7 @@ _FIRST_PAUSE, _PAUSE = 0.02, 0.25  # seconds between two looks, growing
 _PAUSE_EACH = 0.01  # up to so many for each process, where that is more
 
 
-class Peer:
+class Peer(ABC):
     """What the leader and the others have in common.
 
     A thread shows that the process lives and looks for news. What goes wrong elsewhere stops the
@@ -81,12 +82,12 @@ class Peer:
             with contextlib.suppress(OSError):  # removed meanwhile; the next look says so
                 self.fail(str(self.meeting.read(".".join(words))))
 
-    def heard_of(self, rank: int, num_bytes: int) -> None:
-        """So many more bytes are done there."""
+    def heard_of(self, rank: int, num_bytes: int) -> None:  # noqa: B027 (may be left as it is)
+        """So many more bytes are done there; the leader counts them."""
 
+    @abstractmethod
     def gone(self) -> str:
         """What it means when the folder is no more."""
-        raise NotImplementedError
 
     def fail(self, problem: str) -> None:
         """Stop the work for this reason, unless there was one before."""

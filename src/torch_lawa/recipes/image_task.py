@@ -1,5 +1,6 @@
 """Classifying images that lie in memory, on the device that trains."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -17,7 +18,7 @@ from torch_lawa.recipes.data.images import (
 )
 from torch_lawa.recipes.task import Batch, Place, seeded
 
-__all__ = ["CALIBRATION_EPOCH", "ImageTask", "check_batch_size", "own_part", "score"]
+__all__ = ["CALIBRATION_EPOCH", "Classification", "ImageTask", "own_part", "score"]
 
 # The epoch that calibration batches are taken from: none that a run gets to.
 CALIBRATION_EPOCH = 2**31
@@ -26,7 +27,59 @@ CALIBRATION_EPOCH = 2**31
 NOT_COUNTED = -100
 
 
-class ImageTask:
+class Classification(ABC):
+    """What tasks of images have in common: the net, its loss, how it is scored."""
+
+    def __init__(
+        self,
+        *,
+        num_train: int,
+        num_test: int,
+        num_classes: int,
+        build: Callable[[], nn.Module],
+        seed: int,
+        place: Place,
+        batch_size: int,
+        calibration_batches: int,
+        prefix: str,
+    ) -> None:
+        check_batch_size(batch_size, num_train, place)
+        self.num_batches = num_train // batch_size
+        self._build, self._seed, self._place, self._prefix = build, seed, place, prefix
+        self._batch_size = batch_size
+        self._num_calibration = min(calibration_batches, self.num_batches)
+        self._num_classes, self._num_test = num_classes, num_test
+        self._calibration: NormalizedBatches | None = None
+
+    def build_model(self) -> nn.Module:
+        """A fresh net."""
+        return self._build()
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Cross-entropy."""
+        images, labels = batch
+        return F.cross_entropy(model(images).float(), labels)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Mean cross-entropy, accuracy, and where there are more than 5 classes that of 5 guesses.
+
+        The model is in evaluation mode.
+        """
+        return score(
+            model,
+            self._test_batches(),
+            self._num_test,
+            self._num_classes,
+            place=self._place,
+            prefix=self._prefix,
+        )
+
+    @abstractmethod
+    def _test_batches(self) -> Iterable[ImagesAndLabels]:
+        """This process's part of the held-out examples."""
+
+
+class ImageTask(Classification):
     """`Images` as a `Task`: random crops and flips, cross-entropy, top-1 and top-5 accuracy."""
 
     def __init__(
@@ -42,13 +95,18 @@ class ImageTask:
         evaluate_batch_size: int = 1000,
         prefix: str = "test",
     ) -> None:
-        check_batch_size(batch_size, len(images.train_images), place)
-        self.num_batches = len(images.train_images) // batch_size
-        self._build, self._seed, self._place = build, seed, place
-        self._batch_size, self._padding = batch_size, padding
-        self._num_calibration = min(calibration_batches, self.num_batches)
-        self._evaluate_batch_size, self._prefix = evaluate_batch_size, prefix
-        self._num_classes, self._num_test = images.num_classes, len(images.test_images)
+        super().__init__(
+            num_train=len(images.train_images),
+            num_test=len(images.test_images),
+            num_classes=images.num_classes,
+            build=build,
+            seed=seed,
+            place=place,
+            batch_size=batch_size,
+            calibration_batches=calibration_batches,
+            prefix=prefix,
+        )
+        self._padding, self._evaluate_batch_size = padding, evaluate_batch_size
         self._images = images.train_images.to(place.device)
         self._labels = images.train_labels.to(place.device)
         self._mean, self._deviation = channel_statistics(self._images)
@@ -56,11 +114,6 @@ class ImageTask:
         labels = images.test_labels[chosen].masked_fill(~counted, NOT_COUNTED)
         self._test_images = images.test_images[chosen].to(place.device)
         self._test_labels = labels.to(place.device)
-        self._calibration: NormalizedBatches | None = None
-
-    def build_model(self) -> nn.Module:
-        """A fresh net."""
-        return self._build()
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """An epoch in random order; the images left over make no batch."""
@@ -89,30 +142,11 @@ class ImageTask:
             self._calibration = NormalizedBatches(batches, self._mean, self._deviation)
         return self._calibration
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross-entropy."""
-        images, labels = batch
-        return F.cross_entropy(model(images).float(), labels)
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Mean cross-entropy, accuracy, and where there are more than 5 classes that of 5 guesses.
-
-        The model is in evaluation mode.
-        """
+    def _test_batches(self) -> Iterable[ImagesAndLabels]:
         size = self._evaluate_batch_size
         splits = torch.split(self._test_images, size), torch.split(self._test_labels, size)
-        batches = (
-            (normalize(images, self._mean, self._deviation), labels)
-            for images, labels in zip(*splits, strict=True)
-        )
-        return score(
-            model,
-            batches,
-            self._num_test,
-            self._num_classes,
-            place=self._place,
-            prefix=self._prefix,
-        )
+        for images, labels in zip(*splits, strict=True):
+            yield normalize(images, self._mean, self._deviation), labels
 
 
 def check_batch_size(batch_size: int, num_images: int, place: Place) -> None:

@@ -57,6 +57,7 @@ def joined(place: Place, *, alone: bool = True) -> Iterator[None]:
     torch.distributed.init_process_group(backend)
     try:
         yield
+        torch.distributed.barrier()  # gloo may abort a process whose peer has left before it
     finally:
         torch.distributed.destroy_process_group()
 

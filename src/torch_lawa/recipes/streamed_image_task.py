@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
@@ -15,9 +14,8 @@ from torch_lawa.recipes.data.images import ImagesAndLabels, NormalizedBatches, n
 from torch_lawa.recipes.image_task import (
     CALIBRATION_EPOCH,
     NOT_COUNTED,
-    check_batch_size,
+    Classification,
     own_part,
-    score,
 )
 from torch_lawa.recipes.task import Batch, Place, seeded
 
@@ -30,7 +28,7 @@ _DEVIATION = (58.395, 57.12, 57.375)
 _KEPT_BYTES = 8 * 2**30
 
 
-class StreamedImageTask:
+class StreamedImageTask(Classification):
     """A tree of image files as a `Task`: random views, cross-entropy, top-1 and top-5 accuracy.
 
     Batches do not depend on the number of workers: a view follows from seed, epoch and image.
@@ -53,13 +51,18 @@ class StreamedImageTask:
         kept_bytes: int = _KEPT_BYTES,
         prefix: str = "valid",
     ) -> None:
-        check_batch_size(batch_size, len(found.train_paths), place)
-        self.num_batches = len(found.train_paths) // batch_size
-        self._build, self._seed, self._place = build, seed, place
-        self._batch_size, self._num_workers = batch_size, num_workers
-        self._num_calibration = min(calibration_batches, self.num_batches)
-        self._evaluate_batch_size, self._prefix = evaluate_batch_size, prefix
-        self._num_classes, self._num_test = len(found.class_names), len(found.val_paths)
+        super().__init__(
+            num_train=len(found.train_paths),
+            num_test=len(found.val_paths),
+            num_classes=len(found.class_names),
+            build=build,
+            seed=seed,
+            place=place,
+            batch_size=batch_size,
+            calibration_batches=calibration_batches,
+            prefix=prefix,
+        )
+        self._num_workers, self._evaluate_batch_size = num_workers, evaluate_batch_size
         self._mean = torch.tensor(_MEAN, device=place.device)
         self._deviation = torch.tensor(_DEVIATION, device=place.device)
         self._files = TrainingImages(found.train_paths, size, seed=seed)
@@ -73,7 +76,6 @@ class StreamedImageTask:
         self._order, self._test_order = _Keys(), _Keys()
         self._loader = self._read(self._files, self._order, lasting=True)
         self._test_loader = self._read(self._test_files, self._test_order, lasting=not self._keep)
-        self._calibration: NormalizedBatches | None = None
 
     def _read(self, files: Any, keys: "_Keys", *, lasting: bool) -> DataLoader[Tensor]:
         return DataLoader(
@@ -86,10 +88,6 @@ class StreamedImageTask:
             # Its own: theirs would draw from the generator that dropout draws from.
             generator=torch.Generator(),
         )
-
-    def build_model(self) -> nn.Module:
-        """A fresh net."""
-        return self._build()
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """An epoch in random order; the images left over make no batch.
@@ -125,25 +123,6 @@ class StreamedImageTask:
             ]
             self._calibration = NormalizedBatches(batches, self._mean, self._deviation)
         return self._calibration
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross-entropy."""
-        images, labels = batch
-        return F.cross_entropy(model(images).float(), labels)
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Mean cross-entropy, accuracy, and where there are more than 5 classes that of 5 guesses.
-
-        The model is in evaluation mode.
-        """
-        return score(
-            model,
-            self._test_batches(),
-            self._num_test,
-            self._num_classes,
-            place=self._place,
-            prefix=self._prefix,
-        )
 
     def _test_batches(self) -> Iterator[ImagesAndLabels]:
         labels = torch.split(self._test_labels, self._evaluate_batch_size)
