@@ -1,0 +1,71 @@
+"""Checkpoints in the form that timm reads; timm itself is not needed to write them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from torch_lawa.averager import LatestWeightAverager
+from torch_lawa.core.shards import is_sharded_model
+from torch_lawa.errors import ConfigError, LayoutError
+from torch_lawa.integrations.torch_swa import from_averaged_model, plain_state_dict
+
+__all__ = ["timm_checkpoint"]
+
+
+def timm_checkpoint(
+    model: nn.Module, averaged: LatestWeightAverager | AveragedModel, **entries: Any
+) -> dict[str, Any]:
+    """A dict for `torch.save` that timm's loaders read: raw weights and averaged ones.
+
+    `timm.models.load_checkpoint(model, path)` takes the averaged weights, with `use_ema=False` the
+    raw ones, and so do timm's scripts with and without `--use-ema`. They lie under
+    `state_dict_ema` and `state_dict`, each complete and named as in the bare model. While the
+    averager is not ready there are no averaged weights in it, and timm's loaders take the raw ones.
+
+    `entries` go beside them; for `timm.models.resume_checkpoint` give `epoch=epoch` and
+    `optimizer=optimizer.state_dict()`, and `averager=averager.state_dict()` to resume the window.
+
+    With BatchNorm in the model, pass what `to_averaged_model` made, after `update_bn`: from the
+    averager itself come the statistics of the newest snapshot.
+
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> averager = LatestWeightAverager(k=2)
+    >>> for value in (1.0, 2.0):
+    ...     _ = model.weight.data.fill_(value)
+    ...     averager.collect(model)
+    >>> checkpoint = timm_checkpoint(model, averager, epoch=1)
+    >>> checkpoint["state_dict_ema"]["weight"].item(), checkpoint["state_dict"]["weight"].item()
+    (1.5, 2.0)
+    """
+    taken = {"state_dict", "state_dict_ema"} & entries.keys()
+    if taken:
+        raise ConfigError(
+            f"{taken.pop()!r} is made from the model and the averager; give other entries only."
+        )
+    if is_sharded_model(model):
+        raise LayoutError(
+            "the model is sharded, and timm reads whole tensors: save it and the averager with "
+            "torch.distributed.checkpoint, and average those files with `lawa average`."
+        )
+    raw = plain_state_dict(model)
+    # timm counts epochs from the next one only where the version says so (its savers write 2).
+    checkpoint = {"state_dict": raw, "version": 2, **entries}
+    if isinstance(averaged, AveragedModel):
+        checkpoint["state_dict_ema"] = _complete(raw, from_averaged_model(averaged))
+    elif averaged.ready:
+        checkpoint["state_dict_ema"] = _complete(raw, averaged.average())
+    return checkpoint
+
+
+def _complete(raw: Mapping[str, Tensor], averaged: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The averaged weights in the model's order, with what the averager leaves out (frozen)."""
+    for name, tensor in averaged.items():
+        if name not in raw or raw[name].shape != tensor.shape:
+            found = f"shape {tuple(raw[name].shape)}" if name in raw else "no such tensor"
+            raise LayoutError(
+                f"tensor {name!r} was averaged with shape {tuple(tensor.shape)} and this model has "
+                f"{found}: pass the model that was collected from."
+            )
+    return {**raw, **averaged}

@@ -1,0 +1,89 @@
+"""To and from `torch.optim.swa_utils.AveragedModel`, PyTorch's own form of an averaged model."""
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from torch_lawa.averager import LatestWeightAverager
+from torch_lawa.core.selection import unwrap
+from torch_lawa.core.shards import is_sharded_model
+from torch_lawa.errors import LayoutError
+
+__all__ = ["from_averaged_model", "to_averaged_model"]
+
+_COUNT = "n_averaged"
+
+
+def to_averaged_model(
+    averager: LatestWeightAverager, model: nn.Module, k: int | None = None
+) -> AveragedModel:
+    """A copy of `model` with the averager's mean, as the `AveragedModel` that torch's tools take.
+
+    Parameters are the mean of the window (or of its `k` newest snapshots), buffers follow the
+    averager's rule, and `n_averaged` is the number of snapshots, so that `update_parameters` would
+    go on with the equal-weight average of all of them. BatchNorm statistics are those of the newest
+    snapshot: call `torch.optim.swa_utils.update_bn(loader, averaged)`. `model` is as it was.
+
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> averager = LatestWeightAverager(k=2)
+    >>> for value in (1.0, 2.0):
+    ...     _ = model.weight.data.fill_(value)
+    ...     averager.collect(model)
+    >>> averaged = to_averaged_model(averager, model)
+    >>> averaged.module.weight.item(), averaged.n_averaged.item(), model.weight.item()
+    (1.5, 2, 2.0)
+    """
+    if is_sharded_model(model):
+        raise LayoutError(
+            "the model is sharded, and an AveragedModel would need a copy of it, which PyTorch "
+            "cannot make: evaluate inside `with averager.swapped_into(model)` instead."
+        )
+    # What torch copies is the model with the mean inside: frozen parameters that the averager
+    # leaves out, ties and hooks come along, and a model that does not fit is refused.
+    with averager.swapped_into(model, k):
+        averaged = AveragedModel(unwrap(model))
+    averaged.n_averaged.fill_(k if k is not None else len(averager))
+    return averaged
+
+
+def from_averaged_model(source: AveragedModel | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights inside an `AveragedModel`, or inside a saved state dict of one, by plain names.
+
+    What AveragedModel, DDP and `torch.compile` put in front of names is gone, and so is
+    `n_averaged`: `model.load_state_dict(...)` of the bare model takes the result. The tensors are
+    those of the source, not copies. timm's ModelEmaV2 and V3 save the same form.
+
+    A mean cannot be taken apart again, so this is one state dict and not a window. To begin a
+    window with it as its oldest snapshot, load it into the model and call `averager.collect(model)`
+    before training goes on.
+
+    >>> averaged = AveragedModel(nn.Linear(1, 1))
+    >>> list(averaged.state_dict())
+    ['n_averaged', 'module.weight', 'module.bias']
+    >>> list(from_averaged_model(averaged.state_dict()))
+    ['weight', 'bias']
+    """
+    if isinstance(source, AveragedModel):
+        return plain_state_dict(source.module)
+    state = {name: tensor for name, tensor in source.items() if name != _COUNT}
+    if not state or not all(name.startswith("module.") for name in state):
+        other = next((name for name in state if not name.startswith("module.")), None)
+        found = "holds no weights" if other is None else f"has the tensor {other!r}"
+        raise LayoutError(
+            f"this state dict {found}, and in that of an AveragedModel every name begins with "
+            "'module.': if it is the state dict of the bare model, use it as it is."
+        )
+    # One prefix is AveragedModel's. More of them on every name are those of DDP inside.
+    while state and all(name.startswith("module.") for name in state):
+        state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    return _without_compile(state)
+
+
+def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of a model by the names that it has without DDP and `torch.compile`."""
+    return _without_compile(unwrap(model).state_dict())
+
+
+def _without_compile(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
