@@ -1,18 +1,15 @@
 """Carry out a plan: read every input once, write the result whole, note how it came about."""
 
-import json
-import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
-from torch_lawa._version import __version__
 from torch_lawa.checkpoints.base import Checkpoint
 from torch_lawa.checkpoints.opening import open_checkpoint
 from torch_lawa.checkpoints.places import Place
+from torch_lawa.checkpoints.provenance import note_provenance, provenance
 from torch_lawa.errors import ConfigError
 from torch_lawa.offline.digests import hash_files
 from torch_lawa.offline.engine import Meter, default_threads, run, whole
@@ -21,9 +18,7 @@ from torch_lawa.offline.leading import Leader
 from torch_lawa.offline.plan import Plan
 from torch_lawa.offline.writing import writing
 
-__all__ = ["PROVENANCE", "Result", "average_checkpoints", "metadata_of", "provenance"]
-
-PROVENANCE = "torch_lawa"  # the key of the metadata that says how a result was made
+__all__ = ["Result", "average_checkpoints", "metadata_of"]
 
 
 @dataclass(frozen=True)
@@ -119,11 +114,10 @@ def average_checkpoints(
 
 def metadata_of(plan: Plan, digests: dict[str, str] | None = None) -> dict[str, str]:
     """What the result says of itself: what the newest input said, and how it came about."""
-    made = json.dumps(provenance(plan, digests))
-    return {"format": "pt", **plan.metadata, PROVENANCE: made}
+    return note_provenance(_provenance(plan, digests), plan.metadata)
 
 
-def provenance(plan: Plan, digests: dict[str, str] | None = None) -> dict[str, Any]:
+def _provenance(plan: Plan, digests: dict[str, str] | None = None) -> dict[str, Any]:
     """How a result came about, to be kept inside it."""
     inputs = []
     for planned in plan.inputs:
@@ -133,14 +127,7 @@ def provenance(plan: Plan, digests: dict[str, str] | None = None) -> dict[str, A
         if found:
             entry["sha256"] = found
         inputs.append(entry)
-    now = os.environ.get("SOURCE_DATE_EPOCH")
-    date = datetime.fromtimestamp(int(now), UTC) if now else datetime.now(UTC)
-    return {
-        "version": __version__,
-        "date": date.isoformat(timespec="seconds"),
-        "coefficients": plan.coefficients,
-        "inputs": inputs,
-    }
+    return provenance(plan.coefficients, inputs)
 
 
 def _digests(

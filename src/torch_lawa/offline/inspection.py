@@ -10,9 +10,9 @@ from torch_lawa.checkpoints.discovery import Found, discover
 from torch_lawa.checkpoints.naming import few, parse_name
 from torch_lawa.checkpoints.opening import open_checkpoint
 from torch_lawa.checkpoints.places import Place, parse_place
+from torch_lawa.checkpoints.provenance import PROVENANCE
 from torch_lawa.core.units import format_bytes
 from torch_lawa.errors import ConfigError, FormatError, LayoutError
-from torch_lawa.offline.average import PROVENANCE
 from torch_lawa.offline.engine import Meter, in_threads
 from torch_lawa.offline.origin import describe_provenance, read_provenance
 from torch_lawa.offline.printing import aligned, labelled, plain, shortened, wrapped

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch_lawa.checkpoints.base import Checkpoint
 from torch_lawa.checkpoints.huggingface import read_json
-from torch_lawa.offline.average import PROVENANCE
+from torch_lawa.checkpoints.provenance import PROVENANCE
 from torch_lawa.offline.printing import aligned, plain, wrapped
 
 __all__ = ["describe_provenance", "read_provenance"]
@@ -32,12 +32,14 @@ def describe_provenance(made: Mapping[str, Any] | None) -> list[str]:
     found = made.get("inputs")
     inputs = [i for i in found if isinstance(i, dict)] if isinstance(found, list) else []
     lines = wrapped(f"by torch-lawa {made.get('version')}, {made.get('date')}")
-    lines += wrapped(f"{len(inputs)} checkpoints, {made.get('coefficients')}:")
+    # An averager's snapshots never were files.
+    kind = "checkpoints" if any("path" in each for each in inputs) else "snapshots"
+    lines += wrapped(f"{len(inputs)} {kind}, {made.get('coefficients')}:")
     rows = []
     for each in inputs:
         number = next((f"{by} {each[by]}" for by in ("step", "epoch") if each.get(by) is not None),
                       "")  # fmt: skip
         weight = each.get("weight")
         shown = f"{weight:.4g}" if isinstance(weight, int | float) else str(weight)
-        rows.append((number, f"weight {shown}", plain(str(each.get("path")))))
+        rows.append((number, f"weight {shown}", plain(str(each.get("path", "")))))
     return lines + aligned(rows, right={0})

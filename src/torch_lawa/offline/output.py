@@ -4,17 +4,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torch_lawa.checkpoints.base import Checkpoint, Layout
+from torch_lawa.checkpoints.base import Checkpoint, Layout, TensorSpec
 from torch_lawa.checkpoints.huggingface import WEIGHTS
 from torch_lawa.checkpoints.opening import TORCH_SUFFIXES, is_checkpoint_folder
 from torch_lawa.checkpoints.places import LocalPlace, Place
-from torch_lawa.core.dtypes import DTYPES
+from torch_lawa.checkpoints.shard_files import (
+    DEFAULT_SHARD,
+    group_by_size,
+    shard_names,
+    widest_first,
+)
 from torch_lawa.errors import ConfigError, OutputError
 from torch_lawa.offline.matching import PlannedTensor
 
-__all__ = ["DEFAULT_SHARD", "Output", "Shard", "plan_output", "side_files"]
-
-DEFAULT_SHARD = 5_000_000_000  # bytes, what Hugging Face's `save_pretrained` has used for years
+__all__ = ["Output", "Shard", "plan_output", "side_files"]
 
 # Beside the weights, what `from_pretrained` may want; the state of the run is not among it.
 _COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
@@ -118,38 +121,23 @@ def _shards(
 ) -> tuple[Shard, ...]:
     if layout != "sharded":
         file = place.name if is_file else f"{_stem(newest)}.safetensors"
-        return (Shard(file, _aligned(tensors)),)
+        return (Shard(file, widest_first(tensors, _target)),)
     groups: dict[str, list[PlannedTensor]] = {}
     if newest.layout == "sharded" and max_shard_size is None:
         for tensor in tensors:
             groups.setdefault(newest.file_of(tensor.name).name, []).append(tensor)
         found = [groups[name] for name in sorted(groups)]
     else:
-        found = _by_size(tensors, DEFAULT_SHARD if max_shard_size is None else max_shard_size)
-    stem, n = _stem(newest), len(found)
+        limit = DEFAULT_SHARD if max_shard_size is None else max_shard_size
+        found = group_by_size(tensors, _target, limit)
+    names = shard_names(_stem(newest), len(found))
     return tuple(
-        Shard(f"{stem}-{i:05d}-of-{n:05d}.safetensors", _aligned(group))
-        for i, group in enumerate(found, start=1)
+        Shard(name, widest_first(group, _target)) for name, group in zip(names, found, strict=True)
     )
 
 
-def _by_size(tensors: Sequence[PlannedTensor], limit: int) -> list[list[PlannedTensor]]:
-    if limit < 1:
-        raise ConfigError(f"shards of at most {limit} bytes cannot hold anything.")
-    groups: list[list[PlannedTensor]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if groups[-1] and size + tensor.target.nbytes > limit:
-            groups.append([])
-            size = 0
-        groups[-1].append(tensor)
-        size += tensor.target.nbytes
-    return groups
-
-
-def _aligned(tensors: Sequence[PlannedTensor]) -> tuple[PlannedTensor, ...]:
-    """Widest first keeps every tensor aligned without gaps, which the format does not allow."""
-    return tuple(sorted(tensors, key=lambda t: -DTYPES[t.target.dtype].itemsize))
+def _target(tensor: PlannedTensor) -> TensorSpec:
+    return tensor.target
 
 
 def _stem(newest: Checkpoint) -> str:

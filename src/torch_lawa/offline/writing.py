@@ -13,7 +13,6 @@ from torch_lawa.checkpoints.files import (
     publish,
     remove,
     require_space,
-    reserve,
     start_flushing,
     sync_file,
     sync_folder,
@@ -21,7 +20,7 @@ from torch_lawa.checkpoints.files import (
 )
 from torch_lawa.checkpoints.huggingface import read_json
 from torch_lawa.checkpoints.places import LocalPlace, Place, RemotePlace
-from torch_lawa.checkpoints.safetensors import encode_header
+from torch_lawa.checkpoints.shard_files import lay_file, write_at, write_index
 from torch_lawa.core.dtypes import DTYPES
 from torch_lawa.core.pieces import Bytes
 from torch_lawa.offline.meeting import clear_meetings
@@ -43,18 +42,8 @@ def lay_out(
     """
     files = []
     for shard in output.shards:
-        path = folder / shard.file
-        header, starts, size = encode_header(
-            [(t.written, t.target) for t in shard.tensors], metadata
-        )
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-        try:
-            reserve(handle, size, path)
-            _write_at(handle, header, 0)
-            if flushed:
-                os.fsync(handle)
-        finally:
-            os.close(handle)
+        entries = [(t.written, t.target) for t in shard.tensors]
+        starts, size = lay_file(folder / shard.file, entries, metadata, flushed=flushed)
         files.append(
             LaidFile(shard.file, size, tuple((t, starts[t.written]) for t in shard.tensors))
         )
@@ -82,7 +71,7 @@ class SafetensorsSink:
     def write(self, name: str, begin: int, piece: Bytes) -> None:
         """Bytes of a tensor, named as in the inputs."""
         handle, start = self._places[name]
-        _write_at(handle, piece.data, start + begin)
+        write_at(handle, piece.data, start + begin)
         # The disk works while the next pieces are made; the flush at the end finds little to do.
         self._unflushed += len(piece)  # by several threads: about right is enough
         if self._unflushed > _FLUSHED:
@@ -98,13 +87,6 @@ class SafetensorsSink:
         """Give back the files."""
         while self._handles:
             os.close(self._handles.pop())
-
-
-def _write_at(handle: int, data: bytes | memoryview, at: int) -> None:
-    rest = memoryview(data)
-    while rest:
-        n = os.pwrite(handle, rest, at)
-        rest, at = rest[n:], at + n
 
 
 @contextlib.contextmanager
@@ -128,7 +110,8 @@ def writing(
         finally:
             sink.close()
         if output.index:
-            _write_index(folder / output.index, output)
+            weight_map = {t.written: s.file for s in output.shards for t in s.tensors}
+            write_index(folder / output.index, weight_map, output.num_bytes)
         for place in output.copied:
             _copy(place, folder / place.name, output)
         if output.kind != "safetensors":
@@ -168,13 +151,6 @@ def _deliver(folder: Path, output: Output) -> None:
             publish(folder, target)
         else:
             publish(folder / target.name, target)
-
-
-def _write_index(path: Path, output: Output) -> None:
-    weight_map = {t.written: shard.file for shard in output.shards for t in shard.tensors}
-    index = {"metadata": {"total_size": output.num_bytes}, "weight_map": weight_map}
-    path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    sync_file(path)
 
 
 def _copy(place: Place, path: Path, output: Output) -> None:

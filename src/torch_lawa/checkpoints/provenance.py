@@ -1,0 +1,32 @@
+"""How an average came about, as it is noted inside it."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from torch_lawa._version import __version__
+
+__all__ = ["PROVENANCE", "note_provenance", "provenance"]
+
+PROVENANCE = "torch_lawa"  # the key of the metadata that says how a result was made
+
+
+def provenance(coefficients: str, inputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The rule and what went in, oldest first, with the version and the date."""
+    now = os.environ.get("SOURCE_DATE_EPOCH")
+    date = datetime.fromtimestamp(int(now), UTC) if now else datetime.now(UTC)
+    return {
+        "version": __version__,
+        "date": date.isoformat(timespec="seconds"),
+        "coefficients": coefficients,
+        "inputs": [dict(each) for each in inputs],
+    }
+
+
+def note_provenance(
+    made: Mapping[str, Any], metadata: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Metadata for safetensors files of PyTorch tensors, with `made` among it."""
+    return {"format": "pt", **(metadata or {}), PROVENANCE: json.dumps(made)}
