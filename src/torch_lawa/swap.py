@@ -40,6 +40,7 @@ def lend(model: nn.Module, tensors: Iterable[Tensor], write: Callable[[], None])
         _copy(before, touched)
     _lent[id(inner)] = inner
     try:
+        _let_copies_end(touched)
         with ordinary_mode():
             write()
         _forget_casts()
@@ -47,6 +48,7 @@ def lend(model: nn.Module, tensors: Iterable[Tensor], write: Callable[[], None])
     finally:
         del _lent[id(inner)]
         reshard(inner)
+        _let_copies_end(touched)
         with ordinary_mode():
             _copy(touched, before)
         _forget_casts()
@@ -59,6 +61,18 @@ def _forget_casts() -> None:
     the model would go on with the weights it had before.
     """
     torch.clear_autocast_cache()
+
+
+def _let_copies_end(tensors: Iterable[Tensor]) -> None:
+    """Wait for the GPU where it may still have to read what is about to be overwritten.
+
+    FSDP2 keeps offloaded parameters in page-locked memory. A forward pass orders their copies to
+    the GPU and returns; a copy that the GPU comes to later would find the new values.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    if any(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in tensors):
+        torch.cuda.synchronize()
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:

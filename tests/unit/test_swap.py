@@ -207,3 +207,20 @@ def test_autocast_does_not_go_on_with_the_weights_before(grad: bool) -> None:
         with averager.swapped_into(model):
             assert torch.equal(model(x), lent)
         assert torch.equal(model(x), raw)
+
+
+def test_the_gpu_is_done_with_page_locked_weights_before_they_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Offloaded parameters: copies that a forward pass ordered must not find the next values."""
+    model, averager = trained()
+    raw, mean = state(model), averager.average()
+    found: list[dict[str, torch.Tensor]] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: found.append(state(model)))
+    with averager.swapped_into(model):
+        pass
+    assert len(found) == 2
+    assert_same_state(found[0], raw)
+    assert_same_state(found[1], mean)
