@@ -128,6 +128,8 @@ class Buffer:
         # Zeros, so that the padding between tensors is a number.
         self.flat = torch.zeros(group.numel, dtype=group.stored, device=device or group.device)
         self._views = [entry.view(self.flat) for entry in group.entries]
+        # The stream to which the memory returns: others that use it must be recorded.
+        self.home = torch.cuda.current_stream(self.flat.device) if self.flat.is_cuda else None
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy live tensors in, in one call."""

@@ -25,6 +25,7 @@ class DeviceStore(Store):
 
     def __init__(self) -> None:
         super().__init__()
+        self._written: dict[torch.device, torch.cuda.Event] = {}
         self.open(Layout(()), Layout(()), 1)
 
     def open(self, averaged: Layout, kept: Layout, k: int) -> None:
@@ -49,6 +50,8 @@ class DeviceStore(Store):
         buffers = self._free.pop() if self._free else self._allocate(self._averaged)
         if self._newest is None:
             self._newest = self._allocate(self._kept)
+        for device, event in self._written.items():  # the last snapshot's, maybe another stream's
+            torch.cuda.current_stream(device).wait_event(event)
         self._copy(self._averaged, buffers, content.averaged)
         self._copy(self._kept, self._newest, content.kept)
         self._buffers[content.snapshot.index] = buffers
@@ -66,7 +69,9 @@ class DeviceStore(Store):
         return [buffer.flat for buffer in self._newest]
 
     def wait(self) -> None:
-        """Nothing to wait for: the copies are on the caller's own stream."""
+        """Return when the last snapshot is there: it may be read on another stream."""
+        for event in self._written.values():
+            event.synchronize()
 
     def describe(self) -> str:
         """Where they are."""
@@ -90,6 +95,11 @@ class DeviceStore(Store):
     def _copy(self, layout: Layout, buffers: list[Buffer], tensors: Mapping[str, Tensor]) -> None:
         for buffer in buffers:
             buffer.fill(tensors)
+            if buffer.flat.is_cuda:
+                stream = torch.cuda.current_stream(buffer.flat.device)
+                if stream != buffer.home:
+                    buffer.flat.record_stream(stream)
+                self._written[buffer.flat.device] = stream.record_event()
 
 
 class HostStore(DeviceStore):

@@ -5,7 +5,7 @@ import torch
 
 from torch_lawa.stores import memory
 from torch_lawa.stores.base import Content, Entry, Group, Layout, Snapshot
-from torch_lawa.stores.memory import HostStore
+from torch_lawa.stores.memory import DeviceStore, HostStore
 
 
 def layout(device: str) -> Layout:
@@ -40,3 +40,55 @@ def test_a_window_loaded_before_the_model_was_seen_is_locked_when_it_is_on_a_gpu
     expected = {store.flats(s)[0].data_ptr() for s in store.snapshots}
     assert {address for address, _ in locked} == expected
     assert {device for _, device in locked} == {torch.device("cuda:0")}
+
+
+def test_a_window_on_a_gpu_is_ordered_over_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collected on one stream and read or collected on another: each waits for the one before."""
+    told: list[str] = []
+
+    class Event:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def synchronize(self) -> None:
+            told.append(f"caller waits for {self.name}")
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_event(self, event: Event) -> None:
+            told.append(f"{self.name} waits for {event.name}")
+
+        def record_event(self) -> Event:
+            return Event(self.name)
+
+    class Flat:
+        is_cuda, device = True, torch.device("cuda:0")
+
+        def record_stream(self, stream: Stream) -> None:
+            told.append(f"memory is used on {stream.name}")
+
+    class Buffer:
+        flat, home = Flat(), None
+
+        def __init__(self, group: Group) -> None:
+            Buffer.home = current[0]
+
+        def fill(self, tensors: object) -> None:
+            told.append(f"copy on {current[0].name}")
+
+    first, second = Stream("first"), Stream("second")
+    current = [first]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    monkeypatch.setattr(memory, "Buffer", Buffer)
+    store = DeviceStore()
+    store.open(layout("cuda:0"), Layout(()), k=1)
+    store.put(Content(Snapshot(0, 0), {}, {}), {})
+    assert told == ["copy on first"]
+    current[0] = second
+    store.put(Content(Snapshot(1, 1), {}, {}), {})
+    assert told[1:] == ["second waits for first", "copy on second", "memory is used on second"]
+    told.clear()
+    store.flats(store.snapshots[-1])
+    assert told == ["caller waits for second"]
