@@ -3,6 +3,7 @@
 Buffers are allocated once and reused, so that a snapshot is a copy and nothing else.
 """
 
+import contextlib
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -211,8 +212,10 @@ def _page_lock(flat: Tensor, device: torch.device) -> None:
         return
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = flat.data_ptr()
-    code = int(runtime.cudaHostRegister(address, flat.numel() * flat.element_size(), 0))
+    with torch.cuda.device(device):  # else on device 0, where this process may have no business
+        code = int(runtime.cudaHostRegister(address, flat.numel() * flat.element_size(), 0))
     if code != 0:
+        _drop_last_error(device)
         warnings.warn(
             f"host memory for a snapshot could not be page-locked (CUDA error {code}; is locked "
             "memory limited?): collect will hold the caller until the copy is done.",
@@ -222,6 +225,13 @@ def _page_lock(flat: Tensor, device: torch.device) -> None:
 
     def unlock() -> None:
         torch.cuda.synchronize(device)  # a copy into this memory may still be under way
-        runtime.cudaHostUnregister(address)
+        with torch.cuda.device(device):
+            runtime.cudaHostUnregister(address)
 
     weakref.finalize(flat, unlock).atexit = False
+
+
+def _drop_last_error(device: torch.device) -> None:
+    """The CUDA runtime remembers a failed call, and the next kernel would be blamed for it."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=device)

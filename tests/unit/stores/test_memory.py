@@ -1,5 +1,7 @@
 """The parts of the host store that can be seen without a GPU."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -18,9 +20,13 @@ def test_memory_that_cannot_be_locked_is_a_warning(monkeypatch: pytest.MonkeyPat
         def cudaHostRegister(self, *_: int) -> int:
             return 2
 
+    dropped: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(memory, "_drop_last_error", dropped.append)
     with pytest.warns(UserWarning, match=r"CUDA error 2.*collect will hold the caller"):
-        memory._page_lock(torch.zeros(4), torch.device("cuda:0"))
+        memory._page_lock(torch.zeros(4), torch.device("cuda:1"))
+    assert dropped == [torch.device("cuda:1")]  # else the next kernel is blamed for it
 
 
 def test_a_window_loaded_before_the_model_was_seen_is_locked_when_it_is_on_a_gpu(
