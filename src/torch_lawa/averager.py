@@ -1,5 +1,6 @@
 """The averager people put in their training loop."""
 
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -7,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torch_lawa import averager_state
+from torch_lawa import averager_state, export
 from torch_lawa.core.coefficients import Coefficients, Uniform
 from torch_lawa.core.modes import ordinary_mode
 from torch_lawa.core.schedule import Every, Schedule
@@ -259,6 +260,50 @@ class LatestWeightAverager:
                 live[alias].copy_(used[name])
 
         return lend(model, [*used.values(), *(live[alias] for alias in untied)], write)
+
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        model: nn.Module | None = None,
+        *,
+        k: int | None = None,
+        coefficients: Coefficients | None = None,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int | str = "5GB",
+        overwrite: bool = False,
+    ) -> None:
+        """Write the mean to a folder of safetensors files, as `from_pretrained` loads them.
+
+        One tensor at a time is made, gathered from its shards and written by rank 0, so that no
+        process ever holds the whole model. Call it in every process; if it fails in one, it raises
+        in all. The folder appears whole or not at all.
+
+        With the `model`, its configuration goes beside the weights (Transformers), and of a
+        `PeftModel` only the adapter is written. `dtype` is that of every floating-point tensor in
+        the files; above `max_shard_size` there are several, with an index.
+
+        >>> import tempfile
+        >>> averager = LatestWeightAverager(k=2)
+        >>> for value in (1.0, 4.0):
+        ...     averager.collect({"w": torch.full((2,), value)})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     averager.save_pretrained(f"{folder}/averaged")
+        ...     os.listdir(f"{folder}/averaged")
+        ['model.safetensors']
+        """
+
+        def plan() -> export.ExportPlan:
+            n = self._window_size(k)
+            if model is not None and not self._window.seen:
+                selection = self._select(model)
+                self._window.bind(selection, {**self._counters(), "ties": selection.ties})
+            rule = coefficients or self._coefficients
+            return export.plan_export(
+                self._window, n, rule, model, dtype=dtype, max_shard_size=max_shard_size
+            )
+
+        with ordinary_mode():
+            export.save(self._window, folder, plan, overwrite=overwrite)
 
     def wait(self) -> None:
         """Return when every snapshot is where it belongs: host memory, or the disk."""

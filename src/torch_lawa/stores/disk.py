@@ -60,7 +60,7 @@ class DiskStore(Store):
     def __init__(self, folder: str | os.PathLike[str], *, alone: bool = False) -> None:
         super().__init__()
         self.folder = self._root = Path(folder)
-        self._alone = alone
+        self.alone = alone
         self._ranks = Ranks(0, 1)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="lawa-disk")
         self._pending: Future[None] | None = None
@@ -333,7 +333,7 @@ class DiskStore(Store):
         """Find this process's place, and keep others out for as long as it lives."""
         if self._lock is not None:
             return
-        if not self._alone:
+        if not self.alone:
             self._ranks = Ranks.now()
         self.folder = self._ranks.folder(self._root)
         self._ranks.refuse_other_windows(self._root)

@@ -3,6 +3,7 @@
 import hashlib
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,7 @@ from torch_lawa.core.shards import Sharding
 from torch_lawa.core.sliding import SlidingSum
 from torch_lawa.errors import LayoutError, NonFiniteWarning
 from torch_lawa.stores.base import Content, Group, Layout, Snapshot, Store, flat_view
+from torch_lawa.stores.one_by_one import OneByOne, as_real
 
 __all__ = ["Sliding", "Window"]
 
@@ -59,6 +61,16 @@ class Window:
         """Whether the snapshots lie in host memory whatever the model's device."""
         return self._store.on_host
 
+    @property
+    def alone(self) -> bool:
+        """Whether this window is that of one process among several, which asks nobody."""
+        return bool(getattr(self._store, "alone", False))
+
+    @property
+    def seen(self) -> bool:
+        """Whether a model said what the tensors are parts of; not yet where a state was loaded."""
+        return self._bound or bool(self.shardings)
+
     def put(self, snapshot: Snapshot, selection: Selection, notes: Mapping[str, Any]) -> None:
         """Take one snapshot of a model."""
         if not (selection.known and self._bound):
@@ -88,7 +100,7 @@ class Window:
             if slide and SlidingSum.supports(group.stored):
                 blocks = self._slid(i, ids)
             else:
-                flats = [_real(self._store.flats(snapshot)[i]) for snapshot in used]
+                flats = [as_real(self._store.flats(snapshot)[i]) for snapshot in used]
                 device = deliver.device if deliver.device.type == "cuda" else None
                 blocks = mean_blocks(flats, weights, device) if group.numel else iter(())
             for start, mean in blocks:
@@ -104,6 +116,17 @@ class Window:
             self._last_read = ids
         if not all(bool(f) for f in finite):
             self._report(used)
+
+    def one_by_one(self, n: int, weights: Weights) -> OneByOne:
+        """The mean of the `n` newest snapshots, and the kept tensors, to be made tensor by tensor.
+
+        It reads the snapshots as they are now: use it before the next one is put.
+        """
+        used = self.snapshots[-n:]
+        snapshots = [self._store.flats(snapshot) for snapshot in used]
+        newest = self._store.kept_flats()
+        report = partial(self._report, used)
+        return OneByOne(self.averaged, self.kept, snapshots, newest, weights, report)
 
     def contents(self) -> list[Content]:
         """Every snapshot as named views into the store, oldest first; kept ones in the last."""
@@ -280,7 +303,7 @@ class _Delivery:
                 flat = torch.empty(entry.numel, dtype=target.dtype, device=target.device)
                 self._detours.append((target, flat.as_strided(entry.shape, entry.stride)))
             begin = entry.offset * scale
-            self._pieces.append((begin, begin + entry.numel * scale, _real(flat)))
+            self._pieces.append((begin, begin + entry.numel * scale, as_real(flat)))
         self._next = 0
 
     def __call__(self, start: int, mean: Tensor) -> None:
@@ -305,11 +328,6 @@ class _Delivery:
         """Deliver what needed a detour: targets whose memory is laid out otherwise."""
         for target, value in self._detours:
             write_into(target, value)
-
-
-def _real(flat: Tensor) -> Tensor:
-    """Complex numbers as pairs of real ones: averaging does not mix the two."""
-    return torch.view_as_real(flat).flatten() if flat.is_complex() else flat
 
 
 def _parts(shardings: Mapping[str, Sharding]) -> str:

@@ -1,0 +1,161 @@
+"""What an export will be: which tensors in which files, in the order they are made."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from torch_lawa.checkpoints.base import TensorSpec
+from torch_lawa.checkpoints.provenance import note_provenance, provenance
+from torch_lawa.checkpoints.shard_files import group_by_size, shard_names, widest_first
+from torch_lawa.checkpoints.tensors import spec_of
+from torch_lawa.core.coefficients import Coefficients, Weights, name_coefficients
+from torch_lawa.core.shards import Sharding
+from torch_lawa.core.units import parse_bytes
+from torch_lawa.errors import ConfigError, LayoutError
+from torch_lawa.export.models import Surroundings, surroundings_of
+from torch_lawa.stores.window import Window
+
+__all__ = ["ExportPlan", "ExportedFile", "ExportedTensor", "plan_export"]
+
+
+@dataclass(frozen=True)
+class ExportedTensor:
+    """A tensor of the result: its name in the window and in the file, and as what it is written."""
+
+    name: str
+    written: str
+    dtype: torch.dtype
+    spec: TensorSpec
+
+
+@dataclass(frozen=True)
+class ExportedFile:
+    """A safetensors file of the result, its tensors in order, and the other names of tied ones."""
+
+    name: str
+    tensors: tuple[ExportedTensor, ...]
+    aliases: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """Everything that is decided before the first value is read."""
+
+    n: int
+    weights: Weights
+    files: tuple[ExportedFile, ...]
+    index: str | None  # the file that says which shard has what
+    metadata: Mapping[str, str]
+    beside: Surroundings
+    signature: str  # equal on ranks that export parts of the same
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.spec.nbytes for file in self.files for tensor in file.tensors)
+
+
+def plan_export(
+    window: Window,
+    n: int,
+    rule: Coefficients,
+    model: nn.Module | None,
+    *,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
+) -> ExportPlan:
+    """Decide on names, dtypes and files; everything that can be known to fail fails here."""
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigError(f"dtype={dtype}: weights are written as floating-point numbers.")
+    limit = parse_bytes(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    beside = surroundings_of(model)
+    tensors = _tensors(window, beside, dtype)
+    groups = group_by_size(tensors, _spec, limit)
+    stem = beside.stem
+    names = shard_names(stem, len(groups)) if len(groups) > 1 else [f"{stem}.safetensors"]
+    steps = [snapshot.step for snapshot in window.snapshots[-n:]]
+    weights = rule.weights(n)
+    inputs = [
+        {"step": step, "weight": numerator / weights.divisor}
+        for step, numerator in zip(steps, weights.numerators, strict=True)
+    ]
+    made = {**provenance(name_coefficients(rule), inputs), "k": n}
+    return ExportPlan(
+        n=n,
+        weights=weights,
+        files=tuple(
+            ExportedFile(name, widest_first(group, _spec), _aliases(window, group, beside))
+            for name, group in zip(names, groups, strict=True)
+        ),
+        index=f"{stem}.safetensors.index.json" if len(groups) > 1 else None,
+        metadata=note_provenance(made, {"step": str(steps[-1])}),
+        beside=beside,
+        signature=_signature(window, tensors, steps, weights, limit),
+    )
+
+
+def _tensors(
+    window: Window, beside: Surroundings, dtype: torch.dtype | None
+) -> list[ExportedTensor]:
+    averaged = window.averaged.signature()
+    found = []
+    for name, (shape, own) in {**averaged, **window.kept.signature()}.items():
+        written = beside.name_of(name, trained=name in averaged)
+        if written is None:
+            continue
+        if name in window.shardings:
+            shape = window.shardings[name].shape
+            _refuse_partial(name, window.shardings[name])
+        target = own
+        if dtype is not None and own.is_floating_point:
+            target = dtype
+        elif dtype is not None and own.is_complex:
+            target = dtype.to_complex()
+        found.append(ExportedTensor(name, written, target, spec_of(name, target, shape)))
+    return found
+
+
+def _refuse_partial(name: str, sharding: Sharding) -> None:
+    if any(placement.is_partial() for placement in sharding.placements):
+        raise LayoutError(
+            f"tensor {name!r} is a sum that was not made yet (placements "
+            f"{sharding.placements}): redistribute it to Shard or Replicate before it is collected."
+        )
+    if sharding.mesh.get_coordinate() is None:
+        raise LayoutError(
+            f"tensor {name!r} lies on a mesh that this process is not part of "
+            f"({sharding.mesh}): export where all processes hold a part of every tensor."
+        )
+
+
+def _aliases(window: Window, tensors: list[ExportedTensor], beside: Surroundings) -> dict[str, str]:
+    """Names that are left out of a file, with the tensor in it that each is tied to."""
+    here = {tensor.name: tensor.written for tensor in tensors}
+    names = {alias: beside.name_of(alias, trained=False) for alias in window.ties}
+    return {
+        written: here[window.ties[alias]]
+        for alias, written in names.items()
+        if written is not None and window.ties[alias] in here
+    }
+
+
+def _signature(
+    window: Window,
+    tensors: list[ExportedTensor],
+    steps: list[int],
+    weights: Weights,
+    limit: int,
+) -> str:
+    digest = hashlib.sha256(f"{weights} {limit}\n".encode())
+    for tensor in tensors:
+        sharding = window.shardings.get(tensor.name)
+        split = None if sharding is None else (sharding.placements, sharding.mesh.shape)
+        digest.update(f"{tensor.name} {tensor.written} {tensor.spec} {split}\n".encode())
+    return f"{len(tensors)} tensors ({digest.hexdigest()[:12]}) of steps {steps}"
+
+
+def _spec(tensor: ExportedTensor) -> TensorSpec:
+    return tensor.spec
