@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch_lawa import averager_state, export
 from torch_lawa.core.coefficients import Coefficients, Uniform
 from torch_lawa.core.modes import ordinary_mode
+from torch_lawa.core.roll_call import roll_call
 from torch_lawa.core.schedule import Every, Schedule
 from torch_lawa.core.selection import BufferRule, FrozenRule, Selector, live_tensors
 from torch_lawa.core.shards import is_sharded_model
@@ -345,6 +346,7 @@ class LatestWeightAverager:
 
     def _agree(self, due: bool) -> None:
         """Refuse a snapshot that only some processes would take."""
+        roll_call(f"averager.step, call {self._num_steps}")
         answers: list[bool] = [due] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(answers, due)
         if len(set(answers)) > 1:

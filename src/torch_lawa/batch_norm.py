@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from torch_lawa.core.roll_call import roll_call
 from torch_lawa.core.shards import local
 from torch_lawa.errors import BatchNormError
 
@@ -91,6 +92,7 @@ def _agree(layers: list[_BatchNorm], total: int, group: "ProcessGroup") -> int:
     # Sums in float64: they are rounded once, and equal in every process.
     flat = torch.cat([statistic.flatten().double().to(device) for statistic in statistics])
     sums = torch.cat([flat * total if total else torch.zeros_like(flat), flat.new_tensor([total])])
+    roll_call(f"recalibrate_batch_norm of {len(layers)} layers", group)
     torch.distributed.all_reduce(sums, group=group)
     everyone = int(sums[-1])
     if everyone:

@@ -1,0 +1,196 @@
+"""Who has come: the processes of a group wait for each other before they exchange anything.
+
+A collective that one process does not come to ends, after minutes, in an error that does not say
+whose fault it was; with NCCL it ends the process. So where this library lets processes exchange
+something, each first says where it is, in the store of strings through which the group was made.
+That works with any backend, asks nothing of a GPU and takes less than a millisecond; it is for
+rare moments (an evaluation, a checkpoint), not for every step.
+
+Every process numbers its calls, so number 7 is the same call everywhere as long as all do the
+same; where they do not, both places are told. The verdict on a call is written once: by the last
+that comes, or by the first that has waited too long. One that comes later reads it, too.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_lawa.errors import LawaError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["RankError", "absence_explained", "roll_call"]
+
+_SHARE = 0.9  # of the group's timeout, at which NCCL would end a process before it can speak
+_AFTERWARDS = 5.0  # seconds in which all have noticed the same failure; torchrun gives them 30
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.05  # seconds between two looks at the store
+_MANY = 8
+
+
+class RankError(LawaError):
+    """Some processes of a group are not where the others are."""
+
+
+def roll_call(where: str, group: "ProcessGroup | None" = None) -> None:
+    """Return when every process of a group has come to `where`; else say which one did not.
+
+    The group is that of all processes by default. It waits a little less than the group's timeout.
+    """
+    group = group if group is not None else torch.distributed.group.WORLD
+    if group is None or torch.distributed.get_rank(group) < 0:
+        return
+    try:
+        verdict = _call(group, where, _SHARE * _timeout(group))
+    except torch.distributed.DistError as error:
+        raise RankError(
+            f"the store of the process group does not answer at {where} ({_first_line(error)}): "
+            "the process that keeps it, rank 0 or torchrun, has probably ended. Look there, and "
+            "start again from the last checkpoint."
+        ) from error
+    if verdict["absent"]:
+        raise RankError(_absence(verdict))
+    if len(verdict["places"]) > 1:
+        raise RankError(
+            f"the processes are at different places: {_places(verdict)}. All of them must make the "
+            "same calls in the same order: look for a condition that depends on the rank, or on a "
+            "value that differs between ranks."
+        )
+
+
+@contextlib.contextmanager
+def absence_explained() -> Iterator[None]:
+    """Where a collective inside the block fails, say which processes do not answer any more.
+
+    All that do are here a moment later: the same failure, or the same timeout, sent them.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        group = torch.distributed.group.WORLD
+        if group is None or not _of_an_exchange(error):
+            raise
+        verdict: dict[str, Any] = {"absent": {}}
+        with contextlib.suppress(torch.distributed.DistError):  # the store is gone as well
+            verdict = _call(group, "a roll call after a failed exchange", _AFTERWARDS)
+        if not verdict["absent"]:
+            raise
+        raise RankError(_absence(verdict)) from error
+
+
+def _call(group: "ProcessGroup", where: str, seconds: float) -> dict[str, Any]:
+    """Answer one call; the verdict on it."""
+    ranks = torch.distributed.get_process_group_ranks(group)
+    store = _store(group)
+    if store is None or len(ranks) == 1:
+        return {"absent": {}, "places": {where: ranks}}
+    me = torch.distributed.get_rank()
+    number = store.add(f"{me}.calls", 1)
+    store.set(f"{number}.{me}", json.dumps([where, f"pid {os.getpid()} on {socket.gethostname()}"]))
+    if store.add(f"{number}.here", 1) == len(ranks):
+        verdict = _decide(store, number, ranks, ranks, seconds)
+    elif _appears(store, f"{number}.verdict", seconds):
+        verdict = json.loads(store.get(f"{number}.verdict"))
+    else:
+        came = [rank for rank in ranks if store.check([f"{number}.{rank}"])]
+        verdict = _decide(store, number, ranks, came, seconds)
+    # Nobody reads of the call before the last any more: all have come to the last one.
+    store.delete_key(f"{number - 2}.{me}")
+    if me == ranks[0]:
+        store.delete_key(f"{number - 2}.here")
+        store.delete_key(f"{number - 2}.verdict")
+    return verdict
+
+
+def _decide(
+    store: Any, number: int, ranks: Sequence[int], came: Sequence[int], seconds: float
+) -> dict[str, Any]:
+    """Who is absent, and where the others are; what was decided first holds for all."""
+    places: dict[str, list[int]] = {}
+    for rank, words in zip(came, store.multi_get([f"{number}.{r}" for r in came]), strict=True):
+        places.setdefault(json.loads(words)[0], []).append(rank)
+    absent: dict[int, list[str] | None] = dict.fromkeys(sorted(set(ranks) - set(came)))
+    for rank in absent:
+        if store.check([f"{number - 1}.{rank}"]):
+            absent[rank] = json.loads(store.get(f"{number - 1}.{rank}"))
+    verdict = {"absent": absent, "places": places, "seconds": seconds}
+    written = store.compare_set(f"{number}.verdict", "", json.dumps(verdict))
+    decided: dict[str, Any] = json.loads(written)
+    return decided
+
+
+def _appears(store: Any, key: str, seconds: float) -> bool:
+    """Look again and again: `store.wait` would keep Ctrl-C and other users of the store waiting."""
+    deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(1.3 * pause, _LONGEST_PAUSE)
+    return True
+
+
+def _store(group: "ProcessGroup") -> Any:
+    """A corner of the store through which the group was made; None where there is none (MPI)."""
+    store = _whole_store(group)
+    return None if store is None else torch.distributed.PrefixStore("torch_lawa", store)  # type: ignore[attr-defined]
+
+
+def _whole_store(group: "ProcessGroup") -> Any:
+    return torch.distributed.distributed_c10d._get_process_group_store(group)
+
+
+def _timeout(group: "ProcessGroup") -> float:
+    """In seconds. Not every backend tells its own; the store has that of all processes."""
+    told = (getattr(group._get_backend(d), "options", None) for d in group._device_types)
+    known = [option._timeout for option in told if option is not None]
+    timeout = min(known) if known else _whole_store(group).timeout
+    return float(timeout.total_seconds())
+
+
+def _of_an_exchange(error: RuntimeError) -> bool:
+    """Whether it comes of processes that did not reach each other: gloo's have no class."""
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    return any(name in str(error) for name in ("gloo", "NCCL"))
+
+
+def _absence(verdict: dict[str, Any]) -> str:
+    absent = {int(rank): words for rank, words in verdict["absent"].items()}
+    [*places] = verdict["places"]
+    place = places[0] if len(places) == 1 else f"the others ({_places(verdict)})"
+    before = [
+        f"Rank {rank} was last at {words[0]} ({words[1]})."
+        for rank, words in absent.items()
+        if words is not None
+    ]
+    return " ".join(
+        [
+            f"{_ranks(absent)} of {torch.distributed.get_world_size()} did not come to {place} "
+            f"within {verdict['seconds']:.3g} s.",
+            *before[:_MANY],
+            "Killed, out of memory, standing still, or not making this call at all? Look there, "
+            "and start again from the last checkpoint.",
+        ]
+    )
+
+
+def _places(verdict: dict[str, Any]) -> str:
+    return "; ".join(f"{_ranks(at)} at {place}" for place, at in verdict["places"].items())
+
+
+def _ranks(ranks: Sequence[int] | dict[int, Any]) -> str:
+    named = [str(rank) for rank in ranks]
+    if len(named) > _MANY:
+        return f"ranks {', '.join(named[:_MANY])}, ... ({len(named)} of them)"
+    return f"rank{'s' if len(named) > 1 else ''} {', '.join(named)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
