@@ -1,23 +1,13 @@
-"""Checkpoints for timm: their form, and where timm is installed, read by timm itself.
-
-timm needs torchvision, and PyPI's torchvision is built for CUDA: beside the CPU build of torch it
-does not import, and as long as it is there most of Transformers does not either. So timm is no
-part of the development environment. To run all of these tests:
-
-    python -m venv timm-env
-    timm-env/bin/pip install -c constraints.txt -e . pytest pytest-timeout hypothesis timm==1.0.30
-    timm-env/bin/python -m pytest tests/integrations/test_timm.py
-"""
+"""Checkpoints for timm: their form, and where timm is installed, read by timm itself."""
 
 import argparse
-import importlib
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from support import same_bits
+from timm_support import import_timm
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import update_bn
@@ -27,24 +17,13 @@ from torch_lawa.errors import ConfigError, LayoutError
 from torch_lawa.integrations.timm import timm_checkpoint
 from torch_lawa.integrations.torch_swa import from_averaged_model, to_averaged_model
 
-OPERATOR = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-_declared: list[torch.library.Library] = []  # what a library declares goes when it does
-
 
 @pytest.fixture(scope="module")
 def timm() -> ModuleType:
-    try:
-        importlib.import_module("torchvision")
-    except ModuleNotFoundError:
-        pytest.skip("timm and torchvision are not installed; this file says how to install them")
-    except RuntimeError:
-        # Its compiled part could not be loaded, and without that two names are not declared.
-        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        _declared.append(torch.library.Library("torchvision", "FRAGMENT"))
-        _declared[0].define(f"nms{OPERATOR}")
-        _declared[0].define(f"qnms{OPERATOR}")
-    return pytest.importorskip("timm", reason="timm is not installed; this file says how")
+    module = import_timm()
+    if module is None:
+        pytest.skip("timm is not installed here; tests/timm_support.py says how to")
+    return module
 
 
 class Net(nn.Module):

@@ -1,0 +1,331 @@
+"""docs/guides/coming-from.md and choosing.md: their code runs, and gives what they say it gives."""
+
+import argparse
+import importlib.util
+import json
+import shlex
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import same_bits
+from timm_support import import_timm
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from torch_lawa import Every, LatestWeightAverager, recalibrate_batch_norm
+from torch_lawa.cli import main
+
+ROOT = Path(__file__).parents[2]
+GUIDES = ROOT / "docs" / "guides"
+
+
+def blocks(page: str, section: str, language: str) -> list[str]:
+    """The code of one section of a page."""
+    found: list[str] = []
+    inside, fence, seen = False, None, 0
+    for line in (GUIDES / page).read_text().splitlines(keepends=True):
+        if fence is not None and line.strip() == "```":
+            fence = None
+        elif fence is not None:
+            if inside and fence == language:
+                found[-1] += line
+        elif line.startswith("```"):
+            fence = line[3:].strip()
+            if inside and fence == language:
+                found.append("")
+        elif line.startswith("#"):
+            inside = line.lstrip("#").strip() == section
+            seen += inside
+    assert seen == 1, f"{page} has {seen} sections {section!r}"
+    return found
+
+
+class Bench:
+    """What the blocks take for granted: a model, its training, and a record of its weights."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {"torch": torch, "epochs": 7, "swa_start": 3, "epoch": 4}
+        self.names |= {"train_loader": [torch.randn(8, 2) for _ in range(2200)], "k": 6}
+        self.names |= {"train_step": self.step, "evaluate": self.evaluate}
+        self.names |= {"train_one_epoch": self.epoch}
+        self.names |= {"recalibrate_batch_norm": recalibrate_batch_norm}
+
+    def restart(self) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.names |= {"model": self.model, "optimizer": self.optimizer}
+        self.history: list[Tensor] = []
+        self.evaluated: list[Tensor] = []
+
+    def step(self, model: nn.Module, batch: Tensor) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        (model(batch) - 1).square().mean().backward()
+        self.optimizer.step()
+        self.history.append(model[0].weight.detach().clone())
+
+    def epoch(self, model: nn.Module, optimizer: object, loader: list[Tensor]) -> None:
+        for batch in loader[:5]:
+            self.step(model, batch)
+
+    def evaluate(self, model: nn.Module) -> float:
+        self.evaluated.append(next(model.parameters()).detach().clone())
+        return 0.0
+
+    def run(self, code: str) -> None:
+        """One block, on the model as it was before training."""
+        self.restart()
+        exec(compile(code, "guide", "exec"), self.names)
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.chdir(tmp_path)
+    return Bench()
+
+
+def mean(snapshots: list[Tensor]) -> Tensor:
+    return (sum(snapshot.double() for snapshot in snapshots) / len(snapshots)).float()
+
+
+def spaced(history: list[Tensor], k: int, nu: int, start: int = 0) -> list[Tensor]:
+    return history[start + nu - 1 :: nu][-k:]
+
+
+def test_torch_ema(bench: Bench) -> None:
+    theirs, ours = blocks("coming-from.md", "torch.optim.swa_utils: EMA", "python")
+    bench.run(theirs)
+    ema = bench.history[0].double()
+    for weight in bench.history[1:]:
+        ema = 0.99 * ema + 0.01 * weight.double()
+    torch.testing.assert_close(bench.evaluated, [ema.float()])
+    bench.run(ours)
+    assert same_bits(bench.evaluated[0], mean(spaced(bench.history, 10, 20)))
+    assert same_bits(bench.model[0].weight.detach(), bench.history[-1])
+
+
+def test_torch_swa(bench: Bench) -> None:
+    theirs, ours, saved = blocks("coming-from.md", "torch.optim.swa_utils: SWA", "python")
+    bench.run(theirs)
+    bench.run(ours)
+    swa, averaged = bench.names["swa_model"], bench.names["averaged_model"]
+    assert averaged.n_averaged.item() == swa.n_averaged.item() == 4
+    torch.testing.assert_close(averaged.state_dict(), swa.state_dict())
+    assert same_bits(averaged.module[0].weight.detach(), mean(bench.history[19::5]))
+    bench.run(saved)
+    assert same_bits(
+        bench.names["averager"].average(k=1)["0.weight"], swa.module[0].weight.detach()
+    )
+
+
+def test_timm(bench: Bench) -> None:
+    theirs, ours = blocks("coming-from.md", "timm", "python")
+    if import_timm() is not None:
+        bench.run(theirs)
+        assert set(torch.load("last.pth.tar")["state_dict_ema"]) == set(bench.model.state_dict())
+    bench.run(ours)
+    checkpoint = torch.load("last.pth.tar", weights_only=True)
+    assert checkpoint["epoch"] == 4
+    averaged = mean(spaced(bench.history, 10, 20))
+    assert same_bits(checkpoint["state_dict_ema"]["0.weight"], averaged)
+    assert same_bits(checkpoint["state_dict"]["0.weight"], bench.history[-1])
+    assert checkpoint["state_dict_ema"]["1.num_batches_tracked"] == 2200
+
+
+@pytest.mark.parametrize(
+    ("section", "library", "nu", "start"),
+    [("ema-pytorch", "ema_pytorch", 200, 100), ("torch-ema", "torch_ema", 20, 0)],
+)
+def test_libraries_of_emas(bench: Bench, section: str, library: str, nu: int, start: int) -> None:
+    theirs, ours = blocks("coming-from.md", section, "python")
+    if importlib.util.find_spec(library) is not None:
+        bench.run(theirs)
+        assert len(bench.evaluated) == 1
+    bench.run(ours)
+    assert same_bits(bench.evaluated[0], mean(spaced(bench.history, 10, nu, start)))
+
+
+def test_choosing(bench: Bench) -> None:
+    (setting,) = blocks("choosing.md", "Choosing k, ν and the start", "python")
+    bench.run(setting)
+    assert bench.names["nu"] == 100
+    averager = bench.names["averager"]
+    collected = [step for step in range(1, 5001) if averager.step(bench.model)]
+    assert collected[:2] == [3100, 3200]
+
+    bench.restart()
+    bench.names["averager"] = averager = LatestWeightAverager(k=6, schedule=Every(10))
+    for batch in bench.names["train_loader"][:100]:
+        bench.step(bench.model, batch)
+        averager.step(bench.model)
+    (sizes,) = blocks("choosing.md", "Find out", "python")
+    exec(sizes, bench.names)
+    expected = [mean(spaced(bench.history, k, 10)) for k in (2, 3, 6)]
+    assert all(map(same_bits, bench.evaluated, expected))
+    assert len(bench.evaluated) == 3
+
+
+def test_what_is_said_of_emas() -> None:
+    """Their age and that of a window, what is left of the past, and bfloat16 that stands still."""
+    for decay, steps in ((0.99, 200), (0.999, 2000), (0.9999, 20000)):
+        age = sum((1 - decay) * decay**i * i for i in range(int(30 / (1 - decay))))
+        assert age == pytest.approx(decay / (1 - decay), rel=1e-6)
+        assert age == pytest.approx(9 * (steps / 10) / 2, rel=0.12)  # k = 10; (k - 1) / k
+        assert decay**steps == pytest.approx(0.135, abs=0.002)
+    average = [torch.tensor([1.0, -3.0, 0.02], dtype=torch.bfloat16)]
+    newest = [torch.tensor([1.9, -5.9, 0.001], dtype=torch.bfloat16)]
+    before = average[0].clone()
+    for _ in range(100):
+        get_ema_multi_avg_fn(0.999)(average, newest, 1)
+    assert same_bits(average[0], before)
+
+
+def commands(page: str, section: str) -> list[list[str]]:
+    lines = "".join(blocks(page, section, "")).splitlines()
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("lawa ")]
+
+
+def lightning_run(folder: Path) -> list[Tensor]:
+    """Checkpoints beside Lightning's own EMA: the raw weights of each epoch are returned."""
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+            self.history: list[Tensor] = []
+
+        def training_step(self, batch: Tensor) -> Tensor:
+            return (self.layer(batch) - 1).square().mean()
+
+        def on_train_epoch_end(self) -> None:
+            self.history.append(self.layer.weight.detach().clone())
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = Module()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(
+            max_epochs=5,
+            accelerator="cpu",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[EMAWeightAveraging(decay=0.5), ModelCheckpoint(folder, save_top_k=-1)],
+        )
+        trainer.fit(module, torch.utils.data.DataLoader(torch.randn(8, 2), batch_size=2))
+    return module.history
+
+
+def test_lightning_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    history = lightning_run(tmp_path / "lightning_run")
+    (words,) = commands("coming-from.md", "Lightning, Transformers, Accelerate")
+    assert main._run(words) == 0
+    state = torch.load("raw-mean.ckpt", weights_only=True)
+    found = [tensor for tensor in tensors(state) if tensor.shape == (1, 2)]
+    assert len(found) == 1
+    assert same_bits(found[0], mean(history[-3:]))
+    newest = max((tmp_path / "lightning_run").iterdir(), key=lambda path: path.stat().st_mtime)
+    checkpoint = torch.load(newest, weights_only=True)
+    assert same_bits(checkpoint["current_model_state"]["layer.weight"], history[-1])
+    assert not same_bits(checkpoint["state_dict"]["layer.weight"], history[-1])
+
+
+def tensors(tree: object) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [t for value in tree.values() for t in tensors(value)] if isinstance(tree, dict) else []
+
+
+def test_mergekit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    models = {}
+    for name in "ABC":
+        Path(name).mkdir()
+        models[name] = torch.randn(5, 3)
+        save_file({"w": models[name]}, f"{name}/model.safetensors", {"format": "pt"})
+        Path(name, "config.json").write_text(json.dumps({"model": name}))
+        Path(name, "tokenizer.json").write_text(json.dumps({"tokens": name}))
+    (words,) = commands("coming-from.md", "mergekit: linear")
+    assert main._run(words) == 0
+    expected = (models["A"].double() + 2 * models["B"].double() + models["C"].double()) / 4
+    assert same_bits(load_file("OUT/model.safetensors")["w"], expected.float())
+    assert json.loads(Path("OUT/config.json").read_text()) == {"model": "C"}
+    assert json.loads(Path("OUT/tokenizer.json").read_text()) == {"tokens": "C"}
+
+
+def test_average_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files as fairseq writes them: objects beside the weights, best and last, epochs, updates."""
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    history: dict[str, Tensor] = {}
+
+    def save(name: str) -> None:
+        history[name] = torch.randn(4, 3).half()
+        extra = {"args": argparse.Namespace(lr=[0.1]), "cfg": {"model": argparse.Namespace()}}
+        torch.save({**extra, "model": {"w": history[name]}}, f"run/checkpoint{name}.pt")
+
+    for epoch in range(1, 54):
+        save(str(epoch))
+    for number in range(1, 12):
+        save(f"_{number}_{100 * number}")
+    save("_best")
+    save("_last")
+
+    lasts = [range(48, 54), range(45, 51), [f"_{n}_{100 * n}" for n in range(6, 12)]]
+    words = commands("coming-from.md", "average_checkpoints.py (fairseq and its relatives)")
+    assert len(words) == len(lasts)
+    for line, last in zip(words, lasts, strict=True):
+        assert main._run(line) == 0
+        result = torch.load(line[-1], weights_only=True)
+        assert list(result) == ["model"]
+        expected = sum(history[str(name)].double() for name in last) / 6
+        assert same_bits(result["model"]["w"], expected.half())
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("choosing", ROOT / "benchmarks" / "choosing.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_of_choosing(script: ModuleType) -> None:
+    """To write them anew: python benchmarks/choosing.py --write."""
+    text = script.PAGE.read_text()
+    assert script.filled(text) == text
+    assert sum(line.startswith("| --- ") for line in text.splitlines()) == len(script.TABLES)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_closed_form_against_samples(script: ModuleType, schedule: str) -> None:
+    """SGD with random numbers, averaged by the averager and by an EMA: the losses in the mean."""
+    h = torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64)
+    steps, k, nu, decay = 400, 5, 20, 0.97
+    run = script.Quadratic(schedule, h.numpy(), steps=steps)
+    x, ema = torch.ones(20_000, 3, dtype=torch.float64), torch.ones(20_000, 3, dtype=torch.float64)
+    averager = LatestWeightAverager(k=k, schedule=Every(nu))
+    for rate in run.rates[:300]:
+        noise = torch.randn_like(x) * (script.NOISE * h).sqrt()
+        x = x - rate * (h * x + noise)
+        ema = decay * ema + (1 - decay) * x
+        averager.step({"x": x})
+
+    def loss(x: Tensor) -> float:
+        return ((h * x**2).sum(1) / 2).mean().item()
+
+    assert run.raw(300) == pytest.approx(loss(x), rel=0.04)
+    assert run.window(300, k, nu) == pytest.approx(loss(averager.average()["x"]), rel=0.04)
+    assert run.ema(300, decay) == pytest.approx(loss(ema), rel=0.04)
