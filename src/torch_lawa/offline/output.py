@@ -85,7 +85,7 @@ def plan_output(
             "without a suffix."
         )
     chosen: Layout = "single" if is_file else layout or newest.layout
-    if layout is None and max_shard_size is not None and not is_file and chosen == "single":
+    if layout is None and max_shard_size is not None and not is_file:
         chosen = "sharded"
     if max_shard_size is not None and chosen != "sharded":
         raise ConfigError(f"a size of shards was given, and {place} will not have any.")
