@@ -5,7 +5,8 @@ does not import, and as long as it is there most of Transformers does not either
 part of the development environment. To run the tests that need it:
 
     python -m venv timm-env
-    timm-env/bin/pip install -c constraints.txt -e . pytest pytest-timeout hypothesis timm==1.0.30
+    timm-env/bin/pip install -c constraints.txt -e '.[recipes]' \\
+        pytest pytest-timeout hypothesis timm==1.0.30
     timm-env/bin/python -m pytest tests/integrations/test_timm.py
 """
 

@@ -1,6 +1,7 @@
 """Checkpoints for timm: their form, and where timm is installed, read by timm itself."""
 
 import argparse
+import runpy
 from pathlib import Path
 from types import ModuleType
 
@@ -218,3 +219,11 @@ def test_average_of_timms_checkpoints(timm: ModuleType, tmp_path: Path) -> None:
         fresh = timm.create_model("test_resnet", num_classes=3)
         timm.models.load_checkpoint(fresh, out)
         check_averaged(fresh.state_dict(), fresh, kept[-3:])
+
+
+def test_example(timm: ModuleType, tmp_path: Path) -> None:
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "timm_resnet.py"))
+    example["main"].__globals__["EPOCHS"] = 5
+    raw, averaged = example["main"](str(tmp_path / "last.pth.tar"))
+    assert 0.8 < raw < 1
+    assert 0.8 < averaged < 1
