@@ -1,14 +1,31 @@
 """RoBERTa for masked-language modelling: transformers' own, its head only where it is needed."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import RobertaConfig, RobertaForMaskedLM
 
 from torch_lawa.recipes.data.tokens import BOS, EOS, SPECIAL_TOKENS
 from torch_lawa.recipes.masking import IGNORED
 
 __all__ = ["SparseRobertaForMaskedLM", "roberta"]
+
+
+class _OnlyRow(nn.Embedding):
+    """An embedding of one row, looked up without a lookup.
+
+    Its gradient is then a sum over all tokens, where a lookup's, if it has to repeat in every bit,
+    is added to that row token after token.
+    """
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__(weight.shape[0], weight.shape[1], _weight=weight)
+        self.weight = weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.weight.expand(*ids.shape, -1)
 
 
 class SparseRobertaForMaskedLM(RobertaForMaskedLM):  # type: ignore[no-untyped-call]
@@ -21,6 +38,8 @@ class SparseRobertaForMaskedLM(RobertaForMaskedLM):  # type: ignore[no-untyped-c
     def __init__(self, config: RobertaConfig, num_chosen: int) -> None:
         super().__init__(config)  # type: ignore[no-untyped-call]
         self.num_chosen = num_chosen
+        embeddings: Any = self.roberta.embeddings
+        embeddings.token_type_embeddings = _OnlyRow(embeddings.token_type_embeddings.weight)
 
     def forward(
         self, input_ids: Tensor, labels: Tensor, *, per_token: bool = False
