@@ -119,8 +119,11 @@ class Scene:
 
     def x_label(self, run: Run | None) -> str:
         """Such as "epoch (mean and range of 3 seeds)"."""
-        num_seeds = max(len(each.seeds) for each in ([run] if run else self.runs))
-        return self.axis + (f" (mean and range of {num_seeds} seeds)" if num_seeds > 1 else "")
+        counts = {len(each.seeds) for each in ([run] if run else self.runs)}
+        if counts == {1}:
+            return self.axis
+        num_seeds = str(max(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+        return f"{self.axis} (mean and range of {num_seeds} seeds)"
 
     def mark(self, run: Run, row: MainRow) -> Mark | None:
         """The headline of a comparison as an arrow; without one, what was never matched."""
