@@ -1,0 +1,79 @@
+"""What Lightning's strategies make of a model, as far as averaging has to know.
+
+Whole in every process (one device, DDP); DTensors (`ModelParallelStrategy` with FSDP2 or tensor
+parallelism), which the averager knows; or the flat shards of the first FSDP (`FSDPStrategy`),
+which look like ordinary tensors, belong to one number of processes, and must not be changed while
+a gathered copy of them is around.
+"""
+
+import contextlib
+from typing import Any
+
+from torch import nn
+
+from torch_lawa.core.shards import is_sharded_model
+from torch_lawa.errors import ConfigError
+from torch_lawa.integrations.lightning_names import Trainer
+
+__all__ = ["callable_model", "let_go", "refuse_strategy", "sharded", "trained_model", "window_key"]
+
+
+def trained_model(trainer: Trainer) -> nn.Module:
+    """The model with its strategy's wrapping: where all parameters are, whoever owns them."""
+    return trainer.strategy.model or trainer.lightning_module
+
+
+def callable_model(trainer: Trainer) -> nn.Module:
+    """What to call for a forward pass without training.
+
+    The module itself, since DDP would send rank 0's buffers to everyone; the wrapper with FSDP,
+    which gathers what the module needs.
+    """
+    model = trained_model(trainer)
+    return model if _is_flat(model) else trainer.lightning_module
+
+
+def sharded(model: nn.Module) -> bool:
+    """Whether every process holds other weights."""
+    return is_sharded_model(model) or any(map(_is_flat, model.modules()))
+
+
+def window_key(name: str, model: nn.Module, trainer: Trainer) -> str:
+    """Under which name this process saves its window among the others."""
+    if is_sharded_model(model):
+        return name
+    return f"{name} of rank {trainer.global_rank} of {trainer.world_size}"
+
+
+def let_go(model: nn.Module) -> None:
+    """Drop gathered copies of flat shards, so that a change of the shards reaches the next pass.
+
+    After a forward pass without a backward one the outermost FSDP module keeps what it gathered,
+    and takes it for its weights in the next pass.
+    """
+    for module in model.modules():
+        handle: Any = getattr(module, "_handle", None) if _is_flat(module) else None
+        if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
+            from torch.distributed.fsdp._runtime_utils import _reshard
+
+            _reshard(module, handle, True)
+
+
+def refuse_strategy(trainer: Trainer) -> None:
+    """Say so where the weights cannot be reached."""
+    names = {cls.__name__ for cls in type(trainer.strategy).__mro__}
+    for name in ("DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy"):
+        if name in names:
+            raise ConfigError(
+                f"{name} keeps the weights where LatestWeightAveraging cannot read and write "
+                "them. Use one device, 'ddp', 'fsdp' or ModelParallelStrategy, or average the "
+                "run's checkpoints afterwards (`lawa average`)."
+            )
+
+
+def _is_flat(module: nn.Module) -> bool:
+    with contextlib.suppress(ImportError):
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        return isinstance(module, FullyShardedDataParallel)
+    return False

@@ -1,0 +1,391 @@
+"""The callback in runs of Lightning itself: what is evaluated, and that training is left alone."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging
+from lightning_support import QUIET, Net, Watch, loader, loss, mean, same, trainer, weights
+
+from torch_lawa import DiskStore
+from torch_lawa.errors import ConfigError
+from torch_lawa.integrations.lightning import LatestWeightAveraging
+
+pytestmark = QUIET
+
+
+def test_validation_uses_the_mean_and_training_goes_on_with_its_own_weights(tmp_path):
+    watch, averaging, model = Watch(), LatestWeightAveraging(k=2), Net()
+    trainer(tmp_path, watch, averaging, max_epochs=4).fit(model, loader(), loader(seed=1))
+    expected = [watch.epochs[0], *(mean(watch.epochs[i - 1 : i + 1]) for i in (1, 2, 3))]
+    assert all(map(same, watch.validated, expected))
+    assert all(map(same, watch.after, watch.epochs))
+    assert same(weights(model), watch.epochs[-1])
+    for state, metrics in zip(expected, watch.metrics, strict=True):
+        assert metrics["val_loss"] == pytest.approx(loss(model, state, loader(seed=1)))
+        assert set(metrics) == {"val_loss", "val_worst"}
+
+
+def test_a_run_is_the_same_with_and_without_it(tmp_path):
+    final = []
+    for extra in ([], [LatestWeightAveraging(k=2)], [LatestWeightAveraging(2, side_by_side=True)]):
+        model = Net(batch_norm=True)
+        torch.manual_seed(3)
+        run = trainer(tmp_path, *extra, max_epochs=4, val_check_interval=0.5)
+        run.fit(model, loader(shuffle=True), loader(seed=1, shuffle=True))
+        final.append((weights(model), torch.rand(1)))
+    for state, draw in final[1:]:
+        assert same(state, final[0][0])
+        assert draw == final[0][1]
+
+
+def test_averaging_that_never_starts_changes_nothing(tmp_path):
+    plain, model, watch = Net(), Net(), Watch()
+    trainer(tmp_path, max_epochs=3).fit(plain, loader(), loader(seed=1))
+    averaging = LatestWeightAveraging(k=4)
+    run = trainer(tmp_path, watch, averaging, max_epochs=3)
+    with pytest.warns(UserWarning, match="gives 3 snapshot.*k=4 are waited for"):
+        run.fit(model, loader(), loader(seed=1))
+    assert same(weights(model), weights(plain))
+    assert all(map(same, watch.validated, watch.epochs))
+    found = run.test(model, loader(seed=2), verbose=False)[0]["test_loss"]
+    assert found == pytest.approx(loss(model, weights(plain), loader(seed=2)))
+
+
+def test_side_by_side(tmp_path):
+    watch, model = Watch(), Net()
+    averaging = LatestWeightAveraging(k=2, side_by_side=True)
+    run = trainer(tmp_path, watch, averaging, max_epochs=3)
+    run.fit(model, loader(), [loader(seed=1)])
+    assert all(map(same, watch.validated, watch.epochs))
+    averaged = [watch.epochs[0], mean(watch.epochs[:2]), mean(watch.epochs[1:])]
+    for raw, state, metrics in zip(watch.epochs, averaged, watch.metrics, strict=True):
+        assert metrics["val_loss"] == pytest.approx(loss(model, raw, loader(seed=1)))
+        assert metrics["val_loss_averaged"] == pytest.approx(loss(model, state, loader(seed=1)))
+        assert metrics["val_worst_averaged"] >= metrics["val_loss_averaged"]
+    assert not model.gathered  # each evaluation had the module's hooks to itself
+    assert watch.metrics[2]["val_worst_averaged"] != watch.metrics[2]["val_worst"]
+    tested = run.test(model, loader(seed=2), verbose=False)[0]
+    assert tested["test_loss"] == pytest.approx(loss(model, weights(model), loader(seed=2)))
+    assert tested["test_loss_averaged"] == pytest.approx(loss(model, averaged[-1], loader(seed=2)))
+
+
+class Many(Net):
+    """Several loaders, metric objects, values in the progress bar or nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torchmetrics import MeanMetric
+
+        self.metric = MeanMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        value = self._loss(batch)
+        self.log("val_loss", value, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("hidden", value, logger=False)
+        self.metric.update(value)
+        if self.logger is not None:
+            self.logger.experiment.add_image("would fail", None)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("metric", self.metric)
+
+
+def test_side_by_side_with_several_loaders_and_metric_objects(tmp_path):
+    model, watch = Many(), Watch()
+    averaging = LatestWeightAveraging(k=1, side_by_side=True)
+    run = trainer(tmp_path, averaging, watch, max_epochs=2, num_sanity_val_steps=0)
+    run.fit(model, loader(), [loader(seed=1), loader(seed=2, size=8)])
+    # The mean of one is itself, so both evaluations must agree to the last bit.
+    metrics = watch.metrics[-1]
+    plain = {name for name in metrics if "averaged" not in name}
+    assert plain == {
+        *(f"{name}/dataloader_idx_{i}" for name in ("val_loss", "hidden") for i in (0, 1)),
+        *(f"val_loss_epoch/dataloader_idx_{i}" for i in (0, 1)),
+        "metric",
+    }
+    for name in plain:
+        other = name.replace("/", "_averaged/") if "/" in name else f"{name}_averaged"
+        assert metrics[name] == metrics[other]
+    assert run.progress_bar_metrics.keys() >= {"val_loss_epoch_averaged/dataloader_idx_0"}
+    assert "hidden_averaged/dataloader_idx_0" not in run.logged_metrics
+
+
+def test_sanity_checking_and_two_fits_in_a_row(tmp_path):
+    """The window is full when the second fit begins with a sanity check."""
+    model, averaging = Net(), LatestWeightAveraging(k=2)
+    seen = []
+
+    class Sanity(Callback):
+        def on_sanity_check_end(self, trainer, pl_module):
+            seen.append(weights(pl_module))
+
+        def on_validation_batch_start(self, trainer, pl_module, *_):
+            if trainer.sanity_checking:
+                seen.append(weights(pl_module))
+
+    run = trainer(tmp_path, averaging, Sanity(), max_epochs=2)
+    run.fit(model, loader(), loader(seed=1))
+    raw = weights(model)
+    seen.clear()
+    run.fit_loop.max_epochs = 3
+    run.fit(model, loader(), loader(seed=1))
+    assert len(seen) > 1
+    assert all(same(state, raw) for state in seen)
+    assert averaging.averager.steps == [6, 9]
+
+
+def test_a_new_run_begins_a_new_window(tmp_path):
+    averaging = LatestWeightAveraging(k=2)
+    trainer(tmp_path, averaging, max_epochs=3).fit(Net(), loader())
+    model, watch = Net(lr=0.01), Watch()
+    with pytest.warns(UserWarning, match="up to step 9 of another one: a new window begins"):
+        trainer(tmp_path, averaging, watch, max_epochs=2).fit(model, loader())
+    assert averaging.averager.steps == [3, 6]
+    assert same(averaging.averager.average(), mean(watch.epochs))
+
+
+@pytest.mark.parametrize("act", ["test", "predict", "validate"])
+def test_after_fit_every_evaluation_uses_the_average(tmp_path, act):
+    watch, model = Watch(), Net()
+    run = trainer(tmp_path, watch, LatestWeightAveraging(k=2), max_epochs=3)
+    run.fit(model, loader(), loader(seed=1))
+    averaged = mean(watch.epochs[-2:])
+    if act == "predict":
+        found = torch.cat(run.predict(model, loader(seed=2)))
+        other = Net()
+        other.load_state_dict(averaged)
+        assert torch.equal(found, torch.cat([other(x) for x, _ in loader(seed=2)]))
+    else:
+        found = getattr(run, act)(model, loader(seed=2), verbose=False)[0]
+        expected = pytest.approx(loss(model, averaged, loader(seed=2)))
+        assert found[{"test": "test_loss", "validate": "val_loss"}[act]] == expected
+    assert same(weights(model), watch.epochs[-1])
+
+
+def test_steps_of_the_optimizer_are_counted(tmp_path):
+    watch = Watch()
+    averaging = LatestWeightAveraging(2, update_every_n_steps=2, update_starting_at_step=3)
+    run = trainer(tmp_path, watch, averaging, max_epochs=3, accumulate_grad_batches=2)
+    run.fit(Net(), loader(size=48))  # six batches and three steps an epoch
+    assert run.global_step == 9
+    assert averaging.averager.steps == [6, 8]
+    assert averaging.averager.num_collected == 3  # after 4, 6 and 8 steps
+    assert same(averaging.averager.average(), mean([watch.steps[6], watch.steps[8]]))
+
+
+def test_several_optimizers_step_over_the_multiples(tmp_path):
+    class Manual(Net):
+        automatic_optimization = False
+
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(self._loss(batch))
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(layer.parameters(), 0.1) for layer in self.net[::3]]
+
+    averaging = LatestWeightAveraging(k=4, update_every_n_steps=5)
+    run = trainer(tmp_path, averaging, max_epochs=4)
+    run.fit(Manual(), loader())
+    assert run.global_step == 24
+    assert averaging.averager.steps == [6, 10, 16, 20]  # when 5, 10, 15 and 20 were passed
+
+
+def test_should_update_may_be_overridden(tmp_path):
+    class Mine(LatestWeightAveraging):
+        def should_update(self, step_idx=None, epoch_idx=None):
+            asked.append((step_idx, epoch_idx))
+            return step_idx == 4 or epoch_idx == 2
+
+    asked: list[tuple[Any, Any]] = []
+    averaging = Mine(k=2)
+    trainer(tmp_path, averaging, max_epochs=3).fit(Net(), loader())
+    assert [step for step, _ in asked if step is not None] == list(range(9))
+    assert [epoch for _, epoch in asked if epoch is not None] == [0, 1, 2]
+    assert averaging.averager.steps == [5, 9]
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+@pytest.mark.parametrize("failing", ["validation_step", "on_validation_epoch_end", "interrupt"])
+def test_an_exception_in_validation_leaves_the_trained_weights(tmp_path, failing, side_by_side):
+    class Failing(Net):
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            if self.current_epoch == 2 and failing != "on_validation_epoch_end":
+                held.append(weights(self))
+                raise KeyboardInterrupt if failing == "interrupt" else RuntimeError("broken")
+
+        def on_validation_epoch_end(self):
+            super().on_validation_epoch_end()
+            if self.current_epoch == 2:
+                held.append(weights(self))
+                raise RuntimeError("broken")
+
+    held: list[Any] = []
+    watch, model = Watch(), Failing()
+    averaging = LatestWeightAveraging(k=2, side_by_side=side_by_side)
+    run = trainer(tmp_path, averaging, watch, max_epochs=4)
+    with pytest.raises((RuntimeError, SystemExit)):
+        run.fit(model, loader(), loader(seed=1))
+    assert same(held[0], mean(watch.epochs[-2:]))
+    assert same(weights(model), watch.epochs[-1])
+    assert run.callbacks[:2] == [averaging, watch]
+    with averaging.averager.swapped_into(model):  # nothing is lent any more
+        pass
+
+
+@pytest.mark.parametrize("act", ["test", "predict"])
+def test_an_exception_in_a_hook_of_another_callback(tmp_path, act):
+    class Failing(Callback):
+        def on_test_batch_end(self, *_):
+            raise RuntimeError("broken")
+
+        on_predict_batch_end = on_test_batch_end
+
+    model = Net()
+    run = trainer(tmp_path, Failing(), LatestWeightAveraging(k=2), max_epochs=3)
+    run.fit(model, loader())
+    raw = weights(model)
+    with pytest.raises(RuntimeError, match="broken"):
+        getattr(run, act)(model, loader())
+    assert same(weights(model), raw)
+
+
+def test_early_stopping_by_the_averaged_metric(tmp_path):
+    for side_by_side, monitor in ((False, "val_loss"), (True, "val_loss_averaged")):
+        watch, model = Watch(), Net(lr=0.02)
+        stopping = EarlyStopping(monitor, patience=2)
+        averaging = LatestWeightAveraging(k=3, side_by_side=side_by_side)
+        run = trainer(tmp_path, stopping, watch, averaging, max_epochs=60)
+        run.fit(model, loader(), loader(seed=1))
+        served = [
+            mean(watch.epochs[i - 2 : i + 1]) if i >= 2 else watch.epochs[i]
+            for i in range(len(watch.epochs))
+        ]
+        losses = [loss(model, state, loader(seed=1)) for state in served]
+        best = losses.index(min(losses))
+        assert 2 < best < 50
+        assert len(losses) - 1 == best + 2 == stopping.stopped_epoch
+        raw = [loss(model, state, loader(seed=1)) for state in watch.epochs]
+        assert raw.index(min(raw)) != best  # another epoch than the raw weights would choose
+        assert same(weights(model), watch.epochs[-1])
+
+
+def test_max_steps_in_the_middle_of_an_epoch(tmp_path):
+    watch, model, averaging = Watch(), Net(), LatestWeightAveraging(k=2)
+    by_steps = LatestWeightAveraging(k=3, update_every_n_steps=2, side_by_side=True, name="steps")
+    averaging.side_by_side = True
+    run = trainer(tmp_path, watch, averaging, by_steps, max_steps=8)
+    run.fit(model, loader(), loader(seed=1))  # three steps an epoch
+    assert averaging.averager.steps == [3, 6]  # what was left of the third epoch is none
+    assert by_steps.averager.steps == [4, 6, 8]
+    assert same(weights(model), watch.steps[8])
+    assert same(by_steps.averager.average(), mean([watch.steps[i] for i in (4, 6, 8)]))
+
+
+def test_fast_dev_run(tmp_path):
+    watch, model = Watch(), Net(batch_norm=True)
+    averaging = LatestWeightAveraging(k=6, update_starting_at_epoch=100)
+    run = trainer(tmp_path, watch, averaging, fast_dev_run=True)
+    run.fit(model, loader(), loader(seed=1))
+    assert same(watch.validated[0], watch.epochs[0])
+    assert len(averaging.averager) == 0
+    run = trainer(tmp_path, LatestWeightAveraging(k=1), fast_dev_run=True)
+    run.fit(Net(batch_norm=True), loader(), loader(seed=1))
+    assert not list(tmp_path.glob("**/*.lawa"))
+
+
+def test_two_callbacks_together(tmp_path):
+    watch, model = Watch(), Net()
+    two = LatestWeightAveraging(k=2, side_by_side=True, name="of_2")
+    three = LatestWeightAveraging(k=3, side_by_side=True, name="of_3")
+    trainer(tmp_path, two, watch, three, max_epochs=3).fit(model, loader(), loader(seed=1))
+    metrics = watch.metrics[-1]
+    for name, state in (("of_2", mean(watch.epochs[1:])), ("of_3", mean(watch.epochs))):
+        assert metrics[f"val_loss_{name}"] == pytest.approx(loss(model, state, loader(seed=1)))
+    assert same(weights(model), watch.epochs[-1])
+    run = trainer(tmp_path, LatestWeightAveraging(2), LatestWeightAveraging(3, name="other"))
+    with pytest.raises(ConfigError, match="2 LatestWeightAveraging callbacks .*side_by_side=True"):
+        run.fit(Net(), loader())
+
+
+def test_with_lightnings_own_averaging(tmp_path):
+    """Each keeps its own; Lightning's copies its average into the model at the end."""
+    plain, model, watch = Net(), Net(), Watch()
+    trainer(tmp_path, EMAWeightAveraging(), max_epochs=3).fit(plain, loader(), loader(seed=1))
+    averaging = LatestWeightAveraging(k=2)
+    callbacks = (averaging, EMAWeightAveraging(), watch)
+    trainer(tmp_path, *callbacks, max_epochs=3).fit(model, loader(), loader(seed=1))
+    assert same(averaging.averager.average(), mean(watch.epochs[-2:]))
+    assert same(weights(model), weights(plain))
+
+
+def test_the_window_may_live_on_disk(tmp_path):
+    watch = Watch()
+    averaging = LatestWeightAveraging(k=2, store=DiskStore(tmp_path / "window"))
+    trainer(tmp_path, averaging, watch, max_epochs=3).fit(Net(), loader())
+    assert len(list((tmp_path / "window").glob("window-*.safetensors"))) == 2
+    assert same(averaging.averager.average(), mean(watch.epochs[-2:]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k": 0}, "k=0: the number of snapshots must be an int of at least 1"),
+        ({"store": "cloud"}, "store='cloud': choose one of 'host', 'device'"),
+        ({"update_every_n_steps": 0}, "update_every_n_steps=0: it must be an int of at least 1"),
+        ({"update_every_n_epochs": 1, "update_every_n_steps": 1}, "give one of them"),
+        ({"update_starting_at_step": 5}, "give the start as update_starting_at_epoch"),
+        ({"update_starting_at_epoch": -1}, "it must be an int of at least 0"),
+        ({"schedule": None}, "update_every_n_steps, update_every_n_epochs or an overridden"),
+        ({"name": ""}, "give the ending of metric names"),
+        ({"batch_norm_batches": -1}, "or 0 to keep the statistics"),
+        ({"before_full": "never"}, "before_full='never': choose one of 'wait', 'average'"),
+    ],
+)
+def test_bad_configuration_is_refused_at_once(options, message):
+    with pytest.raises(ConfigError, match=message):
+        LatestWeightAveraging(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "run", "message"),
+    [
+        ({"update_starting_at_epoch": 3}, {"max_epochs": 3}, "run of 3 epochs ends before"),
+        ({"update_every_n_epochs": 3}, {"max_steps": 8}, "run of 2 epochs ends before"),
+        (
+            {"update_every_n_steps": 2, "update_starting_at_step": 9},
+            {"max_epochs": 3},
+            r"run of 9 steps ends before .*update_starting_at_step=9.*: begin earlier",
+        ),
+    ],
+)
+def test_a_start_after_the_end_is_refused_when_fit_begins(tmp_path, options, run, message):
+    model = Net()
+    before = weights(model)
+    with pytest.raises(ConfigError, match=message):
+        trainer(tmp_path, LatestWeightAveraging(1, **options), **run).fit(model, loader())
+    assert same(weights(model), before)
+
+
+def test_packages_do_not_mix(tmp_path):
+    import pytorch_lightning
+
+    assert pytorch_lightning.Trainer is not pl.Trainer
+    run = pytorch_lightning.Trainer(
+        accelerator="cpu", logger=False, callbacks=[LatestWeightAveraging()], max_epochs=1
+    )
+
+    class Other(pytorch_lightning.LightningModule):
+        training_step = configure_optimizers = lambda *_: None  # noqa: E731
+
+    with pytest.raises(ConfigError, match="Trainer is of pytorch_lightning"):
+        run.fit(Other(), loader())

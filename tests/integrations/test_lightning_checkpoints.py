@@ -1,0 +1,415 @@
+"""Checkpoints of Lightning with the window beside them: kept, removed, resumed, exported."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning_support import QUIET, Net, Watch, Weights, loader, loss, mean, same, trainer, weights
+from safetensors.torch import load_file
+
+from torch_lawa.errors import NotReadyError, StateError
+from torch_lawa.integrations.lightning import LatestWeightAveraging
+from torch_lawa.offline import average_checkpoints, plan_average
+
+pytestmark = QUIET
+
+
+class Resumable:
+    """A train loader that can go on in the middle of an epoch, as Lightning wants it."""
+
+    def __init__(self) -> None:
+        self.batches, self.position, self.begin = list(loader()), 0, 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.position, self.begin = self.begin, 0
+        for batch in self.batches[self.position :]:
+            self.position += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begin = state["position"] % len(self.batches)
+
+
+class Crash(Callback):
+    """Ends a run before its n-th optimizer step, as if the machine had."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise ConnectionError("the machine is gone")
+
+
+def fit(
+    folder: Path, *callbacks: Callback, model: Net | None = None, ckpt: Any = None, **options: Any
+) -> Net:
+    model = model or Net()
+    run = trainer(folder, *callbacks, **{"max_epochs": 6, **options})
+    run.fit(model, Resumable(), loader(seed=1), ckpt_path=ckpt)
+    return model
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+SCHEDULES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    # the callback, ModelCheckpoint, the trainer
+    ({}, {"every_n_epochs": 1}, {}),
+    ({}, {"every_n_epochs": 1}, {"val_check_interval": 0.34}),
+    ({"side_by_side": True}, {"monitor": "val_loss_averaged"}, {}),
+    ({"update_every_n_steps": 2}, {"every_n_train_steps": 3}, {}),
+    ({"update_every_n_epochs": 2, "before_full": "average"}, {"every_n_train_steps": 6}, {}),
+    ({}, {"every_n_epochs": 2}, {"check_val_every_n_epoch": 2}),
+]
+
+
+@pytest.mark.parametrize(("averaging", "saving", "options"), SCHEDULES)
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_a_crashed_run_goes_on_bit_for_bit(tmp_path, averaging, saving, options, batch_norm):
+    whole, all_of_it = Watch(), LatestWeightAveraging(k=3, **averaging)
+    model = fit(tmp_path, whole, all_of_it, model=Net(batch_norm=batch_norm), **options)
+    folder = tmp_path / "checkpoints"
+    with pytest.raises(ConnectionError):
+        first = LatestWeightAveraging(k=3, **averaging)
+        saver = ModelCheckpoint(folder, save_last=True, **saving)
+        fit(tmp_path, Crash(14), first, saver, model=Net(batch_norm=batch_norm), **options)
+    rest, resumed = Watch(), LatestWeightAveraging(k=3, **averaging)
+    saver = ModelCheckpoint(folder, save_last=True, **saving)
+    again = {"model": Net(batch_norm=batch_norm), "ckpt": folder / "last.ckpt", **options}
+    other = fit(tmp_path, resumed, saver, rest, **again)
+    assert same(weights(other), weights(model))
+    assert 0 < len(rest.validated) < len(whole.validated)
+    for ours, theirs in ((rest.validated, whole.validated), (rest.epochs, whole.epochs)):
+        assert all(map(same, ours, theirs[-len(ours) :]))
+    assert rest.metrics == whole.metrics[-len(rest.metrics) :]
+    assert resumed.averager.steps == all_of_it.averager.steps
+    assert resumed.averager.num_collected == all_of_it.averager.num_collected
+    assert same(resumed.averager.average(), all_of_it.averager.average())
+
+
+@pytest.mark.parametrize("monitor", ["val_loss", "val_loss_averaged"])
+def test_the_best_checkpoint_by_the_averaged_metric(tmp_path, monitor):
+    side_by_side = monitor != "val_loss"
+    watch = Watch()
+    averaging = LatestWeightAveraging(k=3, side_by_side=side_by_side)
+    saving = ModelCheckpoint(tmp_path / "checkpoints", monitor=monitor, save_top_k=2)
+    run = trainer(tmp_path, saving, watch, averaging, max_epochs=9)
+    model = Net(lr=0.03)
+    run.fit(model, loader(), loader(seed=1))
+    served = [mean(watch.epochs[max(i - 2, 0) : i + 1]) for i in range(9)]
+    served[1] = watch.epochs[1]  # three are waited for
+    losses = [loss(model, state, loader(seed=1)) for state in served]
+    order = sorted(range(9), key=losses.__getitem__)
+    kept = {f"epoch={i}-step={3 * i + 3}.ckpt" for i in order[:2]}
+    assert names(tmp_path / "checkpoints") == kept | {f"{name}.lawa" for name in kept}
+    best = saving.best_model_path
+    assert f"epoch={order[0]}-" in best
+    assert order[0] != 8
+    # Its weights are the trained ones, its window the one that was evaluated.
+    state = torch.load(best, weights_only=True)
+    assert same(state["state_dict"], watch.epochs[order[0]])
+    assert not any(isinstance(value, torch.Tensor) for value in state["callbacks"].values())
+    tested = run.test(model, loader(seed=2), ckpt_path="best", verbose=False)[0]
+    name = "test_loss_averaged" if side_by_side else "test_loss"
+    assert tested[name] == pytest.approx(loss(model, served[order[0]], loader(seed=2)))
+    assert same(weights(model), watch.epochs[order[0]])
+    # And so in another process, with a callback that has seen nothing.
+    other = trainer(tmp_path, LatestWeightAveraging(k=3))
+    again = other.test(Net(), loader(seed=2), ckpt_path=best, verbose=False)[0]["test_loss"]
+    assert again == tested[name]
+
+
+class SaveInside(Callback):
+    """Saves in the middle of a validation, whoever's turn it is."""
+
+    def __init__(self, path: Path, hook: str) -> None:
+        self.path, self.hook = path, hook
+        self.before: list[Weights] = []
+        self.after: list[Weights] = []
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if self.hook == "batch" and trainer.current_epoch == 2:
+            self._save(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.hook == "end" and trainer.current_epoch == 2:
+            self._save(trainer, pl_module)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: Any) -> None:
+        self._save(trainer, pl_module)
+
+    def _save(self, trainer: Any, pl_module: Any) -> None:
+        self.before.append(weights(pl_module))
+        trainer.save_checkpoint(self.path)
+        self.after.append(weights(pl_module))
+
+
+@pytest.mark.parametrize("hook", ["batch", "end", "exception"])
+@pytest.mark.parametrize("first", [True, False])
+def test_checkpoints_hold_the_trained_weights_whenever_they_are_saved(tmp_path, hook, first):
+    class Failing(Net):
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            if hook == "exception" and self.current_epoch == 2:
+                raise RuntimeError("broken")
+
+    watch, averaging = Watch(), LatestWeightAveraging(k=2)
+    saving = SaveInside(tmp_path / "inside.ckpt", hook)
+    order = (saving, averaging) if first else (averaging, saving)
+    run = trainer(tmp_path, watch, *order, max_epochs=3)
+    model = Failing(batch_norm=True)
+    if hook == "exception":
+        with pytest.raises(RuntimeError, match="broken"):
+            run.fit(model, loader(), loader(seed=1))
+    else:
+        run.fit(model, loader(), loader(seed=1))
+    assert same(torch.load(tmp_path / "inside.ckpt")["state_dict"], watch.epochs[2])
+    assert all(map(same, saving.after, saving.before))  # and the evaluation goes on as it was
+    assert same(saving.before[-1], watch.epochs[2]) == (not first and hook != "batch")
+    assert same(weights(model), watch.epochs[2])
+    resumed = LatestWeightAveraging(k=2)
+    other = trainer(tmp_path, resumed)
+    other.validate(Net(batch_norm=True), loader(seed=1), ckpt_path=tmp_path / "inside.ckpt")
+    assert resumed.averager.steps == [6, 9]
+
+
+def test_the_signal_of_a_cluster_saves_the_trained_weights_in_either_evaluation(tmp_path):
+    """SLURM's handler saves at any moment, also while averaged weights are evaluated."""
+    saved = []
+
+    class Interrupted(Net):
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            if self.current_epoch == 2:
+                path = tmp_path / f"hpc_ckpt_{len(saved) + 1}.ckpt"
+                self.trainer.save_checkpoint(path)
+                saved.append((path, weights(self)))
+
+    watch, averaging = Watch(), LatestWeightAveraging(k=2, side_by_side=True)
+    run = trainer(tmp_path, watch, averaging, max_epochs=3)
+    run.fit(Interrupted(), loader(), loader(seed=1))
+    averaged = mean(watch.epochs[1:])
+    assert [same(state, averaged) for _, state in saved] == [True] * 3 + [False] * 3
+    for path, _ in saved:
+        assert same(torch.load(path)["state_dict"], watch.epochs[2])
+        resumed = LatestWeightAveraging(k=2)
+        trainer(tmp_path, resumed).validate(Net(), loader(seed=1), ckpt_path=path, verbose=False)
+        assert same(resumed.averager.average(), averaged)
+    assert run._checkpoint_connector._hpc_resume_path == str(saved[-1][0])
+
+
+def test_windows_leave_with_their_checkpoints(tmp_path):
+    folder = tmp_path / "checkpoints"
+    saving = ModelCheckpoint(folder, save_last=True, every_n_train_steps=2, save_top_k=1)
+    fit(tmp_path, LatestWeightAveraging(k=2), saving, max_epochs=4)
+    kept = {"epoch=3-step=12.ckpt", "last.ckpt"}
+    assert names(folder) == kept | {f"{name}.lawa" for name in kept}
+
+
+def test_a_link_to_the_last_checkpoint_has_its_window(tmp_path):
+    folder = tmp_path / "checkpoints"
+    averaging = LatestWeightAveraging(k=2)
+    fit(tmp_path, averaging, ModelCheckpoint(folder, save_last="link"), max_epochs=4)
+    assert (folder / "last.ckpt").is_symlink()
+    resumed = LatestWeightAveraging(k=2)
+    fit(tmp_path, resumed, ckpt=folder / "last.ckpt", max_epochs=5)
+    assert resumed.averager.steps == [12, 15]
+
+
+def run_twice(folder: Path) -> tuple[Path, Watch]:
+    """Four epochs, with the checkpoint of the third overwritten by that of the fourth."""
+    watch = Watch()
+    fit(folder, watch, LatestWeightAveraging(k=2), save(folder / "third.ckpt"), max_epochs=3)
+    path = folder / "last.ckpt"
+    shutil.copy(folder / "third.ckpt", path)
+    shutil.copy(folder / "third.ckpt.lawa", f"{path}.lawa")
+    return path, watch
+
+
+def save(path: Path) -> Callback:
+    class Save(Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.save_checkpoint(path)
+
+    return Save()
+
+
+def test_killed_while_a_checkpoint_is_overwritten(tmp_path, monkeypatch):
+    path, _ = run_twice(tmp_path)
+    before = path.read_bytes()
+
+    def killed(*_, **__):
+        raise ConnectionError("the machine is gone")
+
+    # The window of the fourth epoch is written, its checkpoint is not.
+    pending = Path(f"{path}.lawa.new")
+    averaging = LatestWeightAveraging(k=2)
+    run = trainer(tmp_path, averaging, max_epochs=4)
+    run.fit(Net(), loader(), ckpt_path=path)
+    monkeypatch.setattr(run.strategy.checkpoint_io, "save_checkpoint", killed)
+    monkeypatch.setattr("torch_lawa.integrations.lightning_side_files.remove", lambda _: None)
+    with pytest.raises(ConnectionError):
+        run.save_checkpoint(path)
+    assert pending.exists()
+    assert path.read_bytes() == before
+    monkeypatch.undo()
+    third = LatestWeightAveraging(k=2)
+    trainer(tmp_path, third).validate(Net(), loader(seed=1), ckpt_path=path, verbose=False)
+    assert third.averager.steps == [6, 9]
+    # Both are written, and the window has not taken its place yet.
+    monkeypatch.setattr("torch_lawa.integrations.lightning_side_files.publish", killed)
+    with pytest.raises(ConnectionError):
+        run.save_checkpoint(path)
+    assert pending.exists()
+    assert path.read_bytes() != before
+    monkeypatch.undo()
+    fourth = LatestWeightAveraging(k=2)
+    trainer(tmp_path, fourth).validate(Net(), loader(seed=1), ckpt_path=path, verbose=False)
+    assert fourth.averager.steps == [9, 12]
+    # The next save leaves nothing behind.
+    run.save_checkpoint(path)
+    assert names(tmp_path) == {"last.ckpt", "last.ckpt.lawa", "third.ckpt", "third.ckpt.lawa"}
+
+
+def test_a_save_that_fails_leaves_the_last_one_and_no_litter(tmp_path, monkeypatch):
+    path, _ = run_twice(tmp_path)
+    before = path.read_bytes(), Path(f"{path}.lawa").read_bytes()
+    run = trainer(tmp_path, LatestWeightAveraging(k=2), max_epochs=4)
+    run.fit(Net(), loader(), ckpt_path=path)
+
+    def full(*_, **__):
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run.strategy.checkpoint_io, "save_checkpoint", full)
+        with pytest.raises(OSError, match="no space"):
+            run.save_checkpoint(path)
+    with monkeypatch.context() as patched:
+        patched.setattr("torch_lawa.integrations.lightning_side_files.sync_file", full)
+        with pytest.raises(OSError, match="no space"):
+            run.save_checkpoint(path)
+    assert (path.read_bytes(), Path(f"{path}.lawa").read_bytes()) == before
+    assert names(tmp_path) == {"last.ckpt", "last.ckpt.lawa", "third.ckpt", "third.ckpt.lawa"}
+
+
+def test_a_window_that_is_missing_damaged_or_of_another_checkpoint(tmp_path):
+    path, watch = run_twice(tmp_path)
+    window = Path(f"{path}.lawa")
+    fit(tmp_path, LatestWeightAveraging(k=2), save(tmp_path / "other.ckpt"), max_epochs=2)
+    shutil.copy(tmp_path / "other.ckpt.lawa", window)
+    with pytest.raises(StateError, match="last.ckpt.lawa is not the window of .*last.ckpt"):
+        fit(tmp_path, LatestWeightAveraging(k=2), ckpt=path)
+    window.write_bytes(window.read_bytes()[:1000])
+    with pytest.raises(StateError, match="cannot be read"):
+        fit(tmp_path, LatestWeightAveraging(k=2), ckpt=path)
+    window.unlink()
+    averaging = LatestWeightAveraging(k=2)
+    with pytest.warns(UserWarning, match="last.ckpt.lawa is not there: .* an empty window"):
+        fit(tmp_path, averaging, ckpt=path, max_epochs=4)
+    assert averaging.averager.steps == [12]
+    # A checkpoint without averaging: its own weights, not the window of another run.
+    fit(tmp_path, save(tmp_path / "plain.ckpt"), max_epochs=1)
+    run = trainer(tmp_path, LatestWeightAveraging(k=2), max_epochs=3)
+    model = Net()
+    run.fit(model, loader())
+    with pytest.warns(UserWarning, match="was saved without LatestWeightAveraging"):
+        found = run.test(model, loader(), ckpt_path=tmp_path / "plain.ckpt", verbose=False)
+    expected = loss(model, watch.epochs[0], loader())
+    assert found[0]["test_loss"] == pytest.approx(expected)
+
+
+def test_another_k_takes_what_fits(tmp_path):
+    path, watch = run_twice(tmp_path)
+    averaging = LatestWeightAveraging(k=3, before_full="average")
+    trainer(tmp_path, averaging).validate(Net(), loader(), ckpt_path=path, verbose=False)
+    assert averaging.averager.steps == [6, 9]
+    assert same(averaging.averager.average(k=1), watch.epochs[-1])
+
+
+def test_two_windows_beside_one_checkpoint(tmp_path):
+    def both() -> list[LatestWeightAveraging]:
+        return [
+            LatestWeightAveraging(k=k, side_by_side=True, name=f"of_{k}", update_every_n_epochs=k)
+            for k in (1, 2)
+        ]
+
+    path = tmp_path / "both.ckpt"
+    first, second = both(), both()
+    fit(tmp_path, *first, save(path), max_epochs=4)
+    trainer(tmp_path, *second).validate(Net(), loader(), ckpt_path=path, verbose=False)
+    for a, b in zip(first, second, strict=True):
+        assert a.averager.steps == b.averager.steps
+        assert same(a.averager.average(), b.averager.average())
+
+
+def test_weights_only_checkpoints_have_a_window_to_test_with(tmp_path):
+    watch = Watch()
+    saving = ModelCheckpoint(tmp_path / "checkpoints", save_weights_only=True)
+    fit(tmp_path, watch, LatestWeightAveraging(k=2), saving, max_epochs=3)
+    run = trainer(tmp_path, LatestWeightAveraging(k=2))
+    found = run.test(Net(), loader(), ckpt_path=saving.best_model_path, verbose=False)
+    expected = loss(Net(), mean(watch.epochs[1:]), loader())
+    assert found[0]["test_loss"] == pytest.approx(expected)
+
+
+def test_export(tmp_path):
+    watch, averaging = Watch(), LatestWeightAveraging(k=2)
+    run = trainer(tmp_path, watch, averaging, max_epochs=3)
+    model = Net(lr=0.05)
+    with pytest.raises(NotReadyError, match="0 of 2 snapshots"):
+        averaging.save_averaged(run, tmp_path / "averaged.ckpt")
+    run.fit(model, loader(), loader(seed=1))
+    averaging.save_averaged(run, tmp_path / "averaged.ckpt")
+    assert same(weights(model), watch.epochs[-1])
+    assert names(tmp_path) == {"averaged.ckpt"}  # no window: there is nothing to resume
+    loaded = Net.load_from_checkpoint(tmp_path / "averaged.ckpt")
+    assert same(weights(loaded), mean(watch.epochs[1:]))
+    assert loaded.lr == 0.05
+    loaded.load_state_dict(averaging.averager.average())
+
+
+def test_offline_averaging_of_the_same_checkpoints_is_the_same(tmp_path):
+    folder = tmp_path / "checkpoints"
+    averaging = LatestWeightAveraging(k=3, update_every_n_steps=4)
+    saving = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1)
+    fit(tmp_path, averaging, saving, max_epochs=5)
+    assert len(list(folder.glob("*.lawa"))) == 3
+    average_checkpoints(plan_average(folder, tmp_path / "offline.safetensors", last=3))
+    assert same(load_file(tmp_path / "offline.safetensors"), averaging.averager.average())
+
+
+def test_other_places_and_other_writers(tmp_path):
+    """An fsspec file system, and Lightning's asynchronous CheckpointIO."""
+    folder = "memory://run/checkpoints"
+    saving = ModelCheckpoint(folder, save_last=True, save_top_k=1)
+    first = LatestWeightAveraging(k=2)
+    fit(tmp_path, first, saving, max_epochs=3)
+    resumed = LatestWeightAveraging(k=2)
+    fit(tmp_path, resumed, ckpt=f"{folder}/last.ckpt", max_epochs=4)
+    assert resumed.averager.steps == [9, 12]
+    assert [
+        f.rsplit("/", 1)[1] for f in sorted(saving._fs.ls("/run/checkpoints", detail=False))
+    ] == [
+        "epoch=2-step=9.ckpt",
+        "epoch=2-step=9.ckpt.lawa",
+        "last.ckpt",
+        "last.ckpt.lawa",
+    ]
+    saving = ModelCheckpoint(tmp_path / "async", save_last=True, save_top_k=1)
+    fit(tmp_path, LatestWeightAveraging(k=2), saving, max_epochs=3, plugins=[AsyncCheckpointIO()])
+    resumed = LatestWeightAveraging(k=2)
+    fit(tmp_path, resumed, ckpt=tmp_path / "async" / "last.ckpt", max_epochs=4)
+    assert resumed.averager.steps == [9, 12]
