@@ -12,11 +12,13 @@ that comes, or by the first that has waited too long. One that comes later reads
 """
 
 import contextlib
+import functools
 import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +33,7 @@ __all__ = ["RankError", "absence_explained", "roll_call"]
 _SHARE = 0.9  # of the group's timeout, at which NCCL would end a process before it can speak
 _AFTERWARDS = 5.0  # seconds in which all have noticed the same failure; torchrun gives them 30
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.05  # seconds between two looks at the store
+_LOOK_AROUND = 0.5  # seconds between two looks whether the processes of this machine live
 _MANY = 8
 
 
@@ -92,10 +95,10 @@ def _call(group: "ProcessGroup", where: str, seconds: float) -> dict[str, Any]:
         return {"absent": {}, "places": {where: ranks}}
     me = torch.distributed.get_rank()
     number = store.add(f"{me}.calls", 1)
-    store.set(f"{number}.{me}", json.dumps([where, f"pid {os.getpid()} on {socket.gethostname()}"]))
+    store.set(f"{number}.{me}", json.dumps({"where": where, **_this_process()}))
     if store.add(f"{number}.here", 1) == len(ranks):
         verdict = _decide(store, number, ranks, ranks, seconds)
-    elif _appears(store, f"{number}.verdict", seconds):
+    elif _appears(store, number, ranks, seconds):
         verdict = json.loads(store.get(f"{number}.verdict"))
     else:
         came = [rank for rank in ranks if store.check([f"{number}.{rank}"])]
@@ -112,28 +115,76 @@ def _decide(
     store: Any, number: int, ranks: Sequence[int], came: Sequence[int], seconds: float
 ) -> dict[str, Any]:
     """Who is absent, and where the others are; what was decided first holds for all."""
+    last = {**_words(store, number - 1, set(ranks) - set(came)), **_words(store, number, came)}
+    ended = [rank for rank, words in last.items() if _has_ended(words)]
+    absent = {rank: last.get(rank) for rank in ranks if rank not in came or rank in ended}
     places: dict[str, list[int]] = {}
-    for rank, words in zip(came, store.multi_get([f"{number}.{r}" for r in came]), strict=True):
-        places.setdefault(json.loads(words)[0], []).append(rank)
-    absent: dict[int, list[str] | None] = dict.fromkeys(sorted(set(ranks) - set(came)))
-    for rank in absent:
-        if store.check([f"{number - 1}.{rank}"]):
-            absent[rank] = json.loads(store.get(f"{number - 1}.{rank}"))
-    verdict = {"absent": absent, "places": places, "seconds": seconds}
+    for rank in came:
+        places.setdefault(last[rank]["where"], []).append(rank)
+    verdict = {"absent": absent, "ended": ended, "places": places, "seconds": seconds}
     written = store.compare_set(f"{number}.verdict", "", json.dumps(verdict))
     decided: dict[str, Any] = json.loads(written)
     return decided
 
 
-def _appears(store: Any, key: str, seconds: float) -> bool:
-    """Look again and again: `store.wait` would keep Ctrl-C and other users of the store waiting."""
-    deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
-    while not store.check([key]):
-        if time.monotonic() > deadline:
+def _appears(store: Any, number: int, ranks: Sequence[int], seconds: float) -> bool:
+    """Whether there is a verdict in time, and before a process of this machine has ended.
+
+    It looks again and again: `store.wait` would keep Ctrl-C and other users of the store waiting.
+    """
+    begin = time.monotonic()
+    pause, next_look = _FIRST_PAUSE, begin + _LOOK_AROUND
+    neighbours: list[dict[str, Any]] | None = None
+    while not store.check([f"{number}.verdict"]):
+        now = time.monotonic()
+        if now > begin + seconds:
             return False
+        if now > next_look:
+            if neighbours is None:
+                known = _words(store, number - 1, ranks).values()
+                neighbours = [words for words in known if words["machine"] == _machine()]
+            if any(map(_has_ended, neighbours)):
+                return False
+            next_look = now + _LOOK_AROUND
         time.sleep(pause)
         pause = min(1.3 * pause, _LONGEST_PAUSE)
     return True
+
+
+def _words(store: Any, number: int, ranks: Collection[int]) -> dict[int, dict[str, Any]]:
+    """What ranks said at a call, of those that came."""
+    keys = {rank: f"{number}.{rank}" for rank in ranks}
+    if not keys or not store.check(list(keys.values())):  # all of them, in one question
+        keys = {rank: key for rank, key in keys.items() if store.check([key])}
+    said = store.multi_get(list(keys.values())) if keys else []
+    return {rank: json.loads(words) for rank, words in zip(keys, said, strict=True)}
+
+
+def _this_process() -> dict[str, Any]:
+    return {"pid": os.getpid(), "host": socket.gethostname(), "machine": _machine()}
+
+
+@functools.cache
+def _machine() -> str | None:
+    """Where process numbers mean the same: one machine since its start, one container."""
+    try:
+        start = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{start} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return None
+
+
+def _has_ended(process: dict[str, Any]) -> bool:
+    """Whether a process of this machine is known to be no more, or only its entry is."""
+    if process["machine"] is None or process["machine"] != _machine():
+        return False
+    try:
+        state = Path(f"/proc/{process['pid']}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
+    return state in ("Z", "X")
 
 
 def _store(group: "ProcessGroup") -> Any:
@@ -162,23 +213,27 @@ def _of_an_exchange(error: RuntimeError) -> bool:
 
 
 def _absence(verdict: dict[str, Any]) -> str:
-    absent = {int(rank): words for rank, words in verdict["absent"].items()}
-    [*places] = verdict["places"]
+    """Of those that are known to have ended where there are any: the rest may wait for them."""
+    absent = {int(rank): last for rank, last in verdict["absent"].items()}
+    ended = verdict["ended"]
+    blamed = {rank: absent[rank] for rank in ended or absent}
+    places = list(verdict["places"])
     place = places[0] if len(places) == 1 else f"the others ({_places(verdict)})"
     before = [
-        f"Rank {rank} was last at {words[0]} ({words[1]})."
-        for rank, words in absent.items()
-        if words is not None
+        f"Rank {rank} was last at {last['where']} (pid {last['pid']} on {last['host']})."
+        for rank, last in blamed.items()
+        if last
     ]
-    return " ".join(
-        [
-            f"{_ranks(absent)} of {torch.distributed.get_world_size()} did not come to {place} "
-            f"within {verdict['seconds']:.3g} s.",
-            *before[:_MANY],
-            "Killed, out of memory, standing still, or not making this call at all? Look there, "
-            "and start again from the last checkpoint.",
-        ]
-    )
+    who = f"{_ranks(blamed)} of {torch.distributed.get_world_size()}"
+    if ended:
+        what = f"ended and did not come to {place}: killed, or out of memory?"
+    else:
+        what = (
+            f"did not come to {place} within {verdict['seconds']:.3g} s: killed, standing still, "
+            "or not making this call at all?"
+        )
+    told = " ".join([f"{who} {what}", *before[:_MANY]])
+    return f"{told} Look there, and start again from the last checkpoint."
 
 
 def _places(verdict: dict[str, Any]) -> str:

@@ -6,14 +6,19 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from types import FrameType
 
 import torch
 
+from torch_lawa.core.roll_call import RankError, absence_explained, roll_call
 from torch_lawa.errors import ConfigError, LawaError
 from torch_lawa.recipes.task import Place
 
 __all__ = ["StopSignal", "choose_place", "joined", "repeatable"]
+
+# How long a process waits for the others: longer than one may take to write a checkpoint.
+_TIMEOUT = timedelta(minutes=10)
 
 
 def choose_place(device: str | None = None) -> Place:
@@ -44,7 +49,10 @@ def choose_place(device: str | None = None) -> Place:
 
 @contextlib.contextmanager
 def joined(place: Place, *, alone: bool = True) -> Iterator[None]:
-    """In touch with the other processes, where there are any; one by itself unless `alone`."""
+    """In touch with the other processes, where there are any; one by itself unless `alone`.
+
+    When some of them are killed or stand still, the others end with an error that names them.
+    """
     if place.world_size == 1 and alone:
         yield
         return
@@ -54,12 +62,23 @@ def joined(place: Place, *, alone: bool = True) -> Iterator[None]:
             "torch_lawa ..., also for one process."
         )
     backend = "nccl" if place.device.type == "cuda" else "gloo"
-    torch.distributed.init_process_group(backend)
+    torch.distributed.init_process_group(backend, timeout=_TIMEOUT)
+    in_touch = True
     try:
         yield
+        roll_call("the end of the run")
         torch.distributed.barrier()  # gloo may abort a process whose peer has left before it
+    except (RuntimeError, RankError) as error:
+        in_touch = False
+        try:
+            # A launcher tells the rest to end when one has died: they say first which it was.
+            with StopSignal(), absence_explained():
+                raise
+        except RankError as found:
+            raise RankError(f"{found} The same command with --resume does that.") from error
     finally:
-        torch.distributed.destroy_process_group()
+        if in_touch:  # else it may wait for processes that are gone
+            torch.distributed.destroy_process_group()
 
 
 @contextlib.contextmanager

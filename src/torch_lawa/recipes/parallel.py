@@ -12,14 +12,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_lawa.checkpoints.files import publish, remove
+from torch_lawa.core.roll_call import roll_call
 from torch_lawa.core.selection import unwrap
 from torch_lawa.core.shards import local
-from torch_lawa.errors import ConfigError, StateError
+from torch_lawa.errors import ConfigError, OutputError, StateError
 from torch_lawa.recipes.optimizers import Lookahead
 from torch_lawa.recipes.run_folder import RunFolder
 from torch_lawa.recipes.task import Place
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.api import CheckpointException
+
     from torch_lawa.recipes.trainer import Trainer
 
 __all__ = ["Alone", "Copies", "Parallel", "Shards", "choose_parallel"]
@@ -68,14 +71,30 @@ class Alone:
 
     def load(self, trainer: "Trainer", folder: RunFolder) -> bool:
         """Go on from the checkpoint, if there is one."""
+        self._recover(folder)
         if folder.shards.exists():
             raise StateError(
                 f"{folder.shards} was saved by a run in shards: resume it with --parallel fsdp."
             )
         state = folder.load()
-        if state is not None:
+        if state is None:
+            self._begin(folder)
+        else:
             trainer.load_state_dict(state)
         return state is not None
+
+    def _recover(self, folder: RunFolder) -> None:
+        """The first process puts right what a killed run left, before the others look."""
+        if self.place.rank == 0:
+            folder.recover()
+        if self.place.world_size > 1:
+            roll_call("the beginning of the run")
+
+    def _begin(self, folder: RunFolder) -> None:
+        """Without a checkpoint the run writes anew what one that was killed has written."""
+        if self.place.rank == 0:
+            folder.cut_metrics(-1)
+            folder.cut_trajectory(-1)
 
 
 class Copies(Alone):
@@ -95,6 +114,7 @@ class Copies(Alone):
 
     def settle(self, model: nn.Module) -> None:
         """From the first process: BatchNorm statistics are each process's own in training."""
+        roll_call("giving all processes the buffers of the first")
         for buffer in model.buffers():
             torch.distributed.broadcast(local(buffer), 0)
 
@@ -127,46 +147,57 @@ class Shards(Copies):
         """Gathered, one tensor after the other, into the first process's memory."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+        roll_call("gathering the weights")
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         whole: dict[str, Any] = get_model_state_dict(model, options=options)
         return whole
 
     def save(self, trainer: "Trainer", folder: RunFolder) -> None:
         """Every process writes its shards; the folder gets its name when all of them are there."""
+        from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_saver import save
 
         self.settle(trainer.model)  # of what all have one copy is written, whoever's it is
-        unfinished = folder.shards.with_name(f"{folder.shards.name}.partial")
         if self.place.rank == 0:
-            remove(unfinished)
-        self._barrier()
-        save(self._state(trainer), checkpoint_id=unfinished)
-        self._barrier()
+            remove(folder.unfinished)
+        roll_call("writing a checkpoint")
+        state = self._state(trainer)
+        try:
+            save(state, checkpoint_id=folder.unfinished)
+        except CheckpointException as error:
+            raise OutputError(
+                f"{folder.shards} cannot be written ({_failures(error)}); the one before it, if "
+                "there is one, is as it was."
+            ) from None
+        roll_call("a checkpoint that is written")
         if self.place.rank == 0:
-            publish(unfinished, folder.shards)
-        self._barrier()
+            publish(folder.unfinished, folder.shards)
+        roll_call("a checkpoint in its place")
 
     def load(self, trainer: "Trainer", folder: RunFolder) -> bool:
         """From shards of any number of processes."""
+        from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict import (
             set_model_state_dict,
             set_optimizer_state_dict,
         )
         from torch.distributed.checkpoint.state_dict_loader import load
 
+        self._recover(folder)
         if folder.checkpoint.exists():
             raise StateError(
                 f"{folder.checkpoint} was not saved by a run in shards: resume it without "
                 "--parallel fsdp."
             )
         if not folder.shards.exists():
+            self._begin(folder)
             return False
         state = self._state(trainer)
         try:
             load(state, checkpoint_id=folder.shards)
-        except Exception as error:
+        except CheckpointException as error:
             raise StateError(
-                f"{folder.shards} cannot be read ({error}). Remove it to begin anew."
+                f"{folder.shards} cannot be read ({_failures(error)}). Remove it to begin anew."
             ) from None
         set_model_state_dict(trainer.model, state["model"])
         set_optimizer_state_dict(
@@ -195,8 +226,10 @@ class Shards(Copies):
             state["slow"] = {str(place): tensor for place, tensor in enumerate(slow)}
         return state
 
-    def _barrier(self) -> None:
-        torch.distributed.barrier()
+
+def _failures(error: "CheckpointException") -> str:
+    """What went wrong, rank by rank, without the tracebacks of all."""
+    return "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
 
 
 def _inner(trainer: "Trainer") -> torch.optim.Optimizer:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_lawa._version import __version__
-from torch_lawa.checkpoints.files import remove, replacing
+from torch_lawa.checkpoints.files import TEMPORARY, clear_stale, publish, remove, replacing
 from torch_lawa.checkpoints.tensors import save_tensors
 from torch_lawa.core.records import read_metrics
 from torch_lawa.errors import ConfigError, StateError
@@ -70,6 +70,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.checkpoint = path / "checkpoint.pt"
         self.shards = path / "checkpoint"  # of a run in shards, a folder
+        self.unfinished = path / f"checkpoint{TEMPORARY}"  # the next one, while it is written
         self.averaged = path / "averaged.safetensors"
         self.trajectory = path / "trajectory"
 
@@ -84,9 +85,20 @@ class RunFolder:
         for path in (self.metrics, self.checkpoint, self.averaged):
             path.unlink(missing_ok=True)
         remove(self.shards)
+        remove(self.unfinished)
         for path in self.trajectory.glob("step-*.safetensors"):
             path.unlink()
         self.config.unlink(missing_ok=True)
+
+    def recover(self) -> None:
+        """Put right what a killed process left; called before a checkpoint is looked for."""
+        # Where two folders cannot change places in one step, the old checkpoint goes first.
+        if not self.shards.exists() and (self.unfinished / ".metadata").exists():
+            publish(self.unfinished, self.shards)  # its index is written last, so it is whole
+        for path in (self.config, self.metrics, self.checkpoint, self.shards, self.averaged):
+            clear_stale(path)
+        for left in self.trajectory.glob(f"*{TEMPORARY}"):
+            clear_stale(left.with_name(f"{left.name.partition('.')[0]}.safetensors"))
 
     def write_plan(self, plan: RunPlan, facts: Mapping[str, Any]) -> None:
         """Say what the run is, and where it began."""

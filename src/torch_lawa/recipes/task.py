@@ -1,5 +1,6 @@
 """What a recipe brings to the loop: a model, batches, a loss, an evaluation."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
+
+from torch_lawa.core.roll_call import roll_call
 
 __all__ = ["Batch", "MakeTask", "Place", "Task", "mixed_seed", "seeded"]
 
@@ -31,6 +34,7 @@ class Place:
         """The sums of values over all processes."""
         if self.world_size == 1:
             return list(values)
+        roll_call(sys._getframe(1).f_code.co_qualname)  # who asks for a sum says where this is
         sums = torch.tensor(values, dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(sums)
         return sums.tolist()
