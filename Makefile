@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := pyproject.toml constraints.txt hatch_build.py src/torch_lawa/core/kernels.c
 
-.PHONY: demo test check format bench bench-offline test-gpu test-data test-browser test-matrix clean help
+.PHONY: demo test check format bench bench-offline test-gpu test-data test-browser test-matrix test-timm clean help
 
 help:
 	@echo "make demo       train the embedded default and show what averaging saved"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-gpu   tests that need a CUDA device"
 	@echo "make test-data LAWA_DATA=FOLDER   tests that need the real data sets"
 	@echo "make test-matrix  sharded models: more placements, stores and rank counts"
+	@echo "make test-timm  with timm, in an environment of its own"
 	@echo "make test-browser  the report's page in a headless browser"
 
 demo: $(VENV)/.demo
@@ -43,6 +44,10 @@ test-data: $(VENV)/.dev
 
 test-matrix: $(VENV)/.dev
 	$(BIN)/python -m pytest -m matrix
+
+# timm's torchvision is built for CUDA and, beside the CPU build of torch, in the way of others.
+test-timm: .venv-timm/.timm
+	.venv-timm/bin/python -m pytest tests/integrations/test_timm.py
 
 # Playwright brings its own Chromium where it can be downloaded; else one of the system is taken.
 test-browser: $(VENV)/.dev
@@ -80,5 +85,11 @@ $(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
 	  -e . ema-pytorch mergekit torch-ema
 	@touch $@
 
+.venv-timm/.timm: $(SOURCES)
+	$(PYTHON) -m venv .venv-timm
+	.venv-timm/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  -e '.[recipes]' pytest pytest-timeout hypothesis timm
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-bench .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-timm .mypy_cache .ruff_cache .pytest_cache .hypothesis

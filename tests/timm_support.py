@@ -2,12 +2,7 @@
 
 timm needs torchvision, and PyPI's torchvision is built for CUDA: beside the CPU build of torch it
 does not import, and as long as it is there most of Transformers does not either. So timm is no
-part of the development environment. To run the tests that need it:
-
-    python -m venv timm-env
-    timm-env/bin/pip install -c constraints.txt -e '.[recipes]' \\
-        pytest pytest-timeout hypothesis timm==1.0.30
-    timm-env/bin/python -m pytest tests/integrations/test_timm.py
+part of the development environment: `make test-timm` makes one for it.
 """
 
 import importlib
