@@ -3,8 +3,10 @@
 import errno
 import gc
 import os
+import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -373,6 +375,29 @@ def test_one_failure_is_everybodys(pair: tuple[Path, Any]) -> None:
     expected, found = mean_by_hand(), load_file(out / WEIGHTS)
     for name, tensor in found.items():
         assert same_bits(tensor, expected[name]), name
+
+
+def one_does_not_come(rank: int, folder: str) -> str:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=4))
+    averager = LatestWeightAverager(k=1)
+    averager.collect({"w": torch.ones(3)})
+    try:
+        if rank == 0:
+            averager.save_pretrained(f"{folder}/out")
+        return ""
+    except Exception as error:
+        return str(error)
+    finally:
+        time.sleep(0 if rank == 0 else 6)
+        dist.destroy_process_group()
+
+
+@pytest.mark.matrix
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    told, _ = on_ranks(2, one_does_not_come, str(tmp_path), join=False)
+    assert "rank 1" in told
+    assert "averager.save_pretrained" in told
+    assert os.listdir(tmp_path) == []
 
 
 def tiny_gpt2() -> Any:

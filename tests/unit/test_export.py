@@ -130,6 +130,15 @@ def test_dtypes_of_state_dicts(dtype: torch.dtype, tmp_path: Path) -> None:
     assert torch.equal(found["t"].to(torch.complex64), mean.t().to(torch.complex64))
 
 
+def test_the_mean_is_rounded_once(tmp_path: Path) -> None:
+    """By way of float32, 1 + 2**-8 + 2**-24 would become a tie, and 1 in bfloat16."""
+    averager = LatestWeightAverager(k=2)
+    for extra in (2.0**-23, 0.0):
+        averager.collect({"w": torch.tensor([1 + 2.0**-8 + extra])})
+    averager.save_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert load_file(tmp_path / "out" / "model.safetensors")["w"].item() == 1 + 2.0**-7
+
+
 def test_snapshots_that_are_stored_narrow(tmp_path: Path) -> None:
     _, averager, _ = trained(storage_dtype=torch.bfloat16)
     averager.save_pretrained(tmp_path / "out")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
+from torch_lawa.core.roll_call import absence_explained, roll_call
 from torch_lawa.errors import LayoutError, OutputError
 
 __all__ = ["Together"]
@@ -29,6 +30,8 @@ class Together:
         self.rank = dist.get_rank() if shared else 0
         self.size = dist.get_world_size() if shared else 1
         self._told = False  # whether the others know how this ends, or cannot be told
+        if shared:
+            roll_call("averager.save_pretrained")
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
@@ -61,11 +64,13 @@ class Together:
     def collective(self) -> Iterator[None]:
         """Work that all do at the same time: one that fails in it cannot be heard."""
         self._told = True
-        yield
+        with absence_explained():
+            yield
         self._told = False
 
     def _exchange(self, problem: str, note: str) -> list[tuple[str, str]]:
         answers = [(problem, note)] * self.size
         if self.size > 1:
-            torch.distributed.all_gather_object(answers, (problem, note))
+            with self.collective():
+                torch.distributed.all_gather_object(answers, (problem, note))
         return answers
