@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -123,7 +124,12 @@ def averaging(k: int = 3, **options: Any) -> LatestWeightAveragingCallback:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    """Whole, also those of a sharded model; every process must ask."""
+    state = model.state_dict()
+    return {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+        for name, tensor in state.items()
+    }
 
 
 def mean(snapshots: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

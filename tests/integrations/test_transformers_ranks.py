@@ -1,0 +1,121 @@
+"""Averaging in the Transformers Trainer on two processes: DDP, and FSDP2 by Accelerate's plugin.
+
+Accelerate does not use its FSDP plugin on CPUs (it takes DDP and says nothing), so the test tells
+it to; everything after that decision is the code that runs on GPUs.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers_support import (
+    MODEL,
+    TRAIN,
+    VALID,
+    WINDOW,
+    Fails,
+    Recorder,
+    averaging,
+    history,
+    loss_of,
+    same,
+    saved,
+    tiny_model,
+    trainer,
+    weights_of,
+)
+
+
+def shard_on_cpus() -> None:
+    """Let Accelerate use FSDP2 without a GPU, and remember it as it does with one."""
+    from accelerate.state import AcceleratorState, DistributedType, PartialState
+
+    make = AcceleratorState.__init__
+
+    def make_sharded(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        make(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            PartialState._shared_state["distributed_type"] = self.distributed_type
+
+    AcceleratorState.__init__ = make_sharded
+
+
+def leave() -> None:
+    dist.barrier()  # gloo may abort a process whose peer is gone
+    dist.destroy_process_group()
+
+
+RUN: dict[str, Any] = {
+    "max_steps": 6,
+    "per_device_train_batch_size": 2,
+    "train_dataset": TRAIN[:8],  # learnt by heart: the best average is not the last
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_averaged_loss",
+}
+
+
+def train_and_resume(place: Path, **run: Any) -> Recorder:
+    """Once in one go and once with a crash in between; the weights that there were."""
+    recorder, plain = Recorder(), tiny_model()
+    ran = trainer(place / "whole", averaging(k=2), recorder, **RUN, **run)
+    ran.train()
+    losses = history(ran, "eval_averaged_loss")
+    assert list(losses) == [4, 6]
+    for step, loss in losses.items():
+        average = recorder.mean(step - 2, step)
+        assert loss == pytest.approx(loss_of(plain, average, VALID), abs=1e-5)
+        assert same(saved(place / "whole" / f"checkpoint-{step}" / MODEL), average)
+    assert losses[4] < losses[6]
+    assert same(weights_of(ran.model), recorder.mean(2, 4))
+    assert ran.evaluate()["eval_loss"] == pytest.approx(losses[4], abs=1e-5)
+    failing = Fails("on_step_begin", 5)
+    with pytest.raises(RuntimeError, match="a hook failed"):
+        trainer(place / "parts", averaging(k=2), failing, **RUN, **run).train()
+    dist.barrier()
+    again = Recorder()
+    resumed = trainer(
+        place / "parts", averaging(k=2), again, model=tiny_model(seed=99), **RUN, **run
+    )
+    resumed.train(resume_from_checkpoint=True)
+    assert history(resumed, "eval_averaged_loss") == losses
+    assert same(again.weights[6], recorder.weights[6])
+    assert same(weights_of(resumed.model), weights_of(ran.model))
+    return recorder
+
+
+def train_copies(rank: int, folder: str) -> dict[str, Tensor]:
+    recorder = train_and_resume(Path(folder))
+    leave()
+    return recorder.mean(4, 6)
+
+
+def test_copies_on_two_processes(tmp_path: Path) -> None:
+    first, second = on_ranks(2, train_copies, str(tmp_path), join=False)
+    assert same(first, second)
+    folder = tmp_path / "parts" / "checkpoint-6"
+    assert (folder / WINDOW).is_file()
+    assert same(saved(folder / MODEL), first)
+
+
+def train_shards(rank: int, folder: str, kind: str) -> dict[str, Tensor]:
+    shard_on_cpus()
+    config = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "state_dict_type": kind}
+    recorder = train_and_resume(Path(folder), fsdp=True, fsdp_config=config)
+    leave()
+    return recorder.mean(4, 6)
+
+
+@pytest.mark.parametrize(
+    "kind", ["SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.matrix)]
+)
+def test_shards_on_two_processes(kind: str, tmp_path: Path) -> None:
+    average, _ = on_ranks(2, train_shards, str(tmp_path), kind, join=False)
+    last = tmp_path / "parts" / "checkpoint-6"
+    assert (last / WINDOW.with_suffix("")).is_dir()
+    loaded = AutoModelForCausalLM.from_pretrained(last / MODEL)
+    assert same(weights_of(loaded), average)
