@@ -27,6 +27,8 @@ from torch_lawa.export.plan import ExportedTensor, ExportPlan
 
 __all__ = ["FolderWriter"]
 
+_FLUSHED = 64 * 1024 * 1024
+
 
 class FolderWriter:
     """A folder of safetensors files under a temporary name; gone again unless it is published."""
@@ -36,6 +38,7 @@ class FolderWriter:
         self._target, self._plan = folder, plan
         self._aside = temporary_name(folder)
         self._starts: dict[str, tuple[Path, int]] = {}
+        self._unflushed = 0
 
     def __enter__(self) -> "FolderWriter":
         try:
@@ -67,7 +70,10 @@ class FolderWriter:
             handle = os.open(path, os.O_WRONLY)
             try:
                 write_at(handle, flat.numpy().data, start)
-                start_flushing(handle)  # the disk works while the next tensor is made
+                self._unflushed += flat.numel()
+                if self._unflushed > _FLUSHED:
+                    self._unflushed = 0
+                    start_flushing(handle)  # the disk works while the next tensors are made
             finally:
                 os.close(handle)
 
