@@ -3,7 +3,7 @@
 A collective that one process does not come to ends, after minutes, in an error that does not say
 whose fault it was; with NCCL it ends the process. So where this library lets processes exchange
 something, each first says where it is, in the store of strings through which the group was made.
-That works with any backend, asks nothing of a GPU and takes less than a millisecond; it is for
+That works with any backend, asks nothing of a GPU and takes about a millisecond; it is for
 rare moments (an evaluation, a checkpoint), not for every step.
 
 Every process numbers its calls, so number 7 is the same call everywhere as long as all do the
@@ -207,9 +207,8 @@ def _timeout(group: "ProcessGroup") -> float:
 
 def _of_an_exchange(error: RuntimeError) -> bool:
     """Whether it comes of processes that did not reach each other: gloo's have no class."""
-    if isinstance(error, torch.distributed.DistError):
-        return True
-    return any(name in str(error) for name in ("gloo", "NCCL"))
+    words = ("gloo", "NCCL", "pair closure", "Connection ")
+    return isinstance(error, torch.distributed.DistError) or any(w in str(error) for w in words)
 
 
 def _absence(verdict: dict[str, Any]) -> str:
