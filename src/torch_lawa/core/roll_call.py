@@ -199,8 +199,9 @@ def _whole_store(group: "ProcessGroup") -> Any:
 
 def _timeout(group: "ProcessGroup") -> float:
     """In seconds. Not every backend tells its own; the store has that of all processes."""
-    told = (getattr(group._get_backend(d), "options", None) for d in group._device_types)
-    known = [option._timeout for option in told if option is not None]
+    backends = [group._get_backend(device) for device in group._device_types]
+    told = [getattr(getattr(b, "options", None), "_timeout", None) for b in backends]
+    known = [timeout for timeout in told if timeout is not None]
     timeout = min(known) if known else _whole_store(group).timeout
     return float(timeout.total_seconds())
 
