@@ -1,6 +1,7 @@
 """Averaging in the Transformers Trainer: a run that stopped goes on as if it had not."""
 
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -166,7 +167,7 @@ def test_a_killed_process_goes_on_exactly(tmp_path: Path) -> None:
     tests = Path(__file__).parents[1]
     killed = subprocess.run(
         [sys.executable, "-c", _KILLED, str(tmp_path / "parts")],
-        env={"PYTHONPATH": f"{tests}:{tests.parent / 'src'}", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), *sys.path])},
         capture_output=True,
         timeout=120,
     )
