@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := pyproject.toml constraints.txt hatch_build.py src/torch_lawa/core/kernels.c
 
-.PHONY: demo test check format bench bench-offline test-gpu test-data test-browser test-matrix test-timm clean help
+.PHONY: demo test check format bench bench-offline test-gpu test-data test-browser test-matrix test-oldest test-timm clean help
 
 help:
 	@echo "make demo       train the embedded default and show what averaging saved"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-gpu   tests that need a CUDA device"
 	@echo "make test-data LAWA_DATA=FOLDER   tests that need the real data sets"
 	@echo "make test-matrix  sharded models: more placements, stores and rank counts"
+	@echo "make test-oldest  the integrations with the oldest frameworks that are supported"
 	@echo "make test-timm  with timm, in an environment of its own"
 	@echo "make test-browser  the report's page in a headless browser"
 
@@ -44,6 +45,11 @@ test-data: $(VENV)/.dev
 
 test-matrix: $(VENV)/.dev
 	$(BIN)/python -m pytest -m matrix
+
+# Old frameworks warn of what newer libraries will change: that is no error here.
+test-oldest: .venv-oldest/.oldest
+	.venv-oldest/bin/python -m pytest -n auto -o filterwarnings=default \
+	  -m "not gpu and not matrix" tests/integrations
 
 # timm's torchvision is built for CUDA and, beside the CPU build of torch, in the way of others.
 test-timm: .venv-timm/.timm
@@ -85,6 +91,14 @@ $(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
 	  -e . ema-pytorch mergekit torch-ema
 	@touch $@
 
+.venv-oldest/.oldest: $(SOURCES) constraints-oldest.txt
+	$(PYTHON) -m venv .venv-oldest
+	cut -d= -f1 constraints-oldest.txt | grep -v '^#' | sed 's/$$/==/' > .venv-oldest/names
+	grep -v -F -f .venv-oldest/names constraints.txt > .venv-oldest/newer
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -c .venv-oldest/newer -c constraints-oldest.txt -e '.[dev]'
+	@touch $@
+
 .venv-timm/.timm: $(SOURCES)
 	$(PYTHON) -m venv .venv-timm
 	.venv-timm/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
@@ -92,4 +106,4 @@ $(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-timm .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-oldest .venv-timm .mypy_cache .ruff_cache .pytest_cache .hypothesis
