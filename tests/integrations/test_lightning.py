@@ -1,5 +1,7 @@
 """The callback in runs of Lightning itself: what is evaluated, and that training is left alone."""
 
+import runpy
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -45,7 +47,7 @@ def test_averaging_that_never_starts_changes_nothing(tmp_path):
     trainer(tmp_path, max_epochs=3).fit(plain, loader(), loader(seed=1))
     averaging = LatestWeightAveraging(k=4)
     run = trainer(tmp_path, watch, averaging, max_epochs=3)
-    with pytest.warns(UserWarning, match="gives 3 snapshot.*k=4 are waited for"):
+    with pytest.warns(UserWarning, match=r"gives 3 snapshot.*k=4 are waited for"):
         run.fit(model, loader(), loader(seed=1))
     assert same(weights(model), weights(plain))
     assert all(map(same, watch.validated, watch.epochs))
@@ -313,7 +315,7 @@ def test_two_callbacks_together(tmp_path):
         assert metrics[f"val_loss_{name}"] == pytest.approx(loss(model, state, loader(seed=1)))
     assert same(weights(model), watch.epochs[-1])
     run = trainer(tmp_path, LatestWeightAveraging(2), LatestWeightAveraging(3, name="other"))
-    with pytest.raises(ConfigError, match="2 LatestWeightAveraging callbacks .*side_by_side=True"):
+    with pytest.raises(ConfigError, match=r"2 LatestWeightAveraging callbacks .*side_by_side=True"):
         run.fit(Net(), loader())
 
 
@@ -385,7 +387,15 @@ def test_packages_do_not_mix(tmp_path):
     )
 
     class Other(pytorch_lightning.LightningModule):
-        training_step = configure_optimizers = lambda *_: None  # noqa: E731
+        training_step = configure_optimizers = lambda *_: None
 
     with pytest.raises(ConfigError, match="Trainer is of pytorch_lightning"):
         run.fit(Other(), loader())
+
+
+def test_the_example_runs(tmp_path):
+    path = Path(__file__).parents[2] / "examples" / "lightning_digits.py"
+    results = runpy.run_path(str(path))["main"](tmp_path)
+    assert results["test_accuracy_averaged"] > 0.95
+    assert results["test_loss_averaged"] != results["test_loss"]
+    assert {path.suffix for path in tmp_path.iterdir()} == {".ckpt", ".lawa"}

@@ -68,7 +68,7 @@ def names(folder: Path) -> set[str]:
 SCHEDULES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     # the callback, ModelCheckpoint, the trainer
     ({}, {"every_n_epochs": 1}, {}),
-    ({}, {"every_n_epochs": 1}, {"val_check_interval": 0.34}),
+    ({"update_every_n_steps": 1}, {"every_n_epochs": 1}, {"val_check_interval": 0.34}),
     ({"side_by_side": True}, {"monitor": "val_loss_averaged"}, {}),
     ({"update_every_n_steps": 2}, {"every_n_train_steps": 3}, {}),
     ({"update_every_n_epochs": 2, "before_full": "average"}, {"every_n_train_steps": 6}, {}),
@@ -310,14 +310,14 @@ def test_a_window_that_is_missing_damaged_or_of_another_checkpoint(tmp_path):
     window = Path(f"{path}.lawa")
     fit(tmp_path, LatestWeightAveraging(k=2), save(tmp_path / "other.ckpt"), max_epochs=2)
     shutil.copy(tmp_path / "other.ckpt.lawa", window)
-    with pytest.raises(StateError, match="last.ckpt.lawa is not the window of .*last.ckpt"):
+    with pytest.raises(StateError, match=r"last.ckpt.lawa is not the window of .*last.ckpt"):
         fit(tmp_path, LatestWeightAveraging(k=2), ckpt=path)
     window.write_bytes(window.read_bytes()[:1000])
     with pytest.raises(StateError, match="cannot be read"):
         fit(tmp_path, LatestWeightAveraging(k=2), ckpt=path)
     window.unlink()
     averaging = LatestWeightAveraging(k=2)
-    with pytest.warns(UserWarning, match="last.ckpt.lawa is not there: .* an empty window"):
+    with pytest.warns(UserWarning, match=r"last.ckpt.lawa is not there: .* an empty window"):
         fit(tmp_path, averaging, ckpt=path, max_epochs=4)
     assert averaging.averager.steps == [12]
     # A checkpoint without averaging: its own weights, not the window of another run.

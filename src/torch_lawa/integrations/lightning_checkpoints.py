@@ -20,7 +20,13 @@ from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.errors import StateError, SwapError
 from torch_lawa.integrations.lightning_batch_norm import Statistics
 from torch_lawa.integrations.lightning_names import Strategy, Trainer, rank_zero_warn
-from torch_lawa.integrations.lightning_shards import let_go, sharded, trained_model, window_key
+from torch_lawa.integrations.lightning_shards import (
+    let_go,
+    num_owners,
+    sharded,
+    trained_model,
+    window_key,
+)
 from torch_lawa.integrations.lightning_side_files import PENDING, SUFFIX, SideFile
 from torch_lawa.swap import refuse_if_lent
 
@@ -103,7 +109,10 @@ class _Companion:
         if self._lent_by_hand():  # an export of the average: no state to resume from
             self._save_checkpoint(checkpoint, filepath, **options)
             return
-        file = SideFile(f"{self.trainer.strategy.broadcast(str(filepath))}{SUFFIX}")
+        path = str(filepath)
+        if sharded(trained_model(self.trainer)):
+            path = self.trainer.strategy.broadcast(path)  # every process writes there
+        file = SideFile(path + SUFFIX)
         token = uuid.uuid4().hex  # rank 0 writes both files, so it need not be the same elsewhere
         checkpoint[_KEY] = {"window": token}
         self._write(file, token)
@@ -150,28 +159,33 @@ class _Companion:
     def _write(self, file: SideFile, token: str) -> None:
         model = trained_model(self.trainer)
         averages: dict[str, dict[str, Any]] = {
-            callback.name: {"batch_norm": callback.statistics.state_dict(callback.averager)}
+            callback.name: {
+                "k": callback.averager.k,
+                "batch_norm": callback.statistics.state_dict(callback.averager),
+            }
             for callback in self.callbacks
         }
         state = {"version": 1, "token": token, "averages": averages}
         if sharded(model):
+            state["ranks"] = num_owners(self.trainer)
             if self.trainer.is_global_zero:
                 file.discard_pending()
             self.trainer.strategy.barrier()
-            let_go(model)
-            for callback in self.callbacks:
-                callback.averager.bind(model)  # its names, also before the first snapshot
-            file.write_shards(self._shards(), state if self.trainer.is_global_zero else None)
+            shards = self._shards(self.callbacks)
+            file.write_shards(shards, state if self.trainer.is_global_zero else None)
         elif self.trainer.is_global_zero:
             for callback in self.callbacks:
                 averages[callback.name]["averager"] = callback.averager.state_dict()
             file.write(state)
 
-    def _shards(self) -> dict[str, LatestWeightAverager]:
+    def _shards(self, callbacks: list[Averaging]) -> dict[str, LatestWeightAverager]:
+        """The windows by the names that they have in a sharded checkpoint."""
         model = trained_model(self.trainer)
+        let_go(model)
+        for callback in callbacks:
+            callback.averager.bind(model)  # its names, also before the first snapshot
         return {
-            window_key(callback.name, model, self.trainer): callback.averager
-            for callback in self.callbacks
+            window_key(callback.name, self.trainer): callback.averager for callback in callbacks
         }
 
     def _read(self, checkpoint: str, token: str) -> None:
@@ -182,26 +196,36 @@ class _Companion:
                 "Keep the two files together to resume exactly."
             )
             return
-        model = trained_model(self.trainer)
-        if file.is_folder != sharded(model):
-            was = "sharded" if file.is_folder else "whole in every process"
-            raise StateError(
-                f"{file.path}: the model was {was} when this window was saved, and is not now. "
-                "Resume with the strategy it was saved with, or remove it to begin a new window."
-            )
-        for callback in self.callbacks:
-            saved = state["averages"].get(callback.name)
-            if saved is None:
-                rank_zero_warn(f"{file.path} has no window of the name {callback.name!r}.")
-                continue
-            if not file.is_folder:
-                callback.averager.load_state_dict(saved["averager"])
-            callback.statistics.load_state_dict(saved["batch_norm"])
+        saved = state["averages"]
+        self._check(file, state)
+        known = [callback for callback in self.callbacks if callback.name in saved]
+        if len(known) < len(self.callbacks):
+            rank_zero_warn(f"{file.path} has windows of the names {sorted(saved)} only.")
         if file.is_folder:
-            let_go(model)
+            file.read_shards(self._shards(known))
+        for callback in known:
+            if not file.is_folder:
+                callback.averager.load_state_dict(saved[callback.name]["averager"])
+            callback.statistics.load_state_dict(saved[callback.name]["batch_norm"])
+
+    def _check(self, file: SideFile, state: dict[str, Any]) -> None:
+        """Refuse a window that this run cannot take, and say which one could."""
+        problem = ""
+        if file.is_folder != sharded(trained_model(self.trainer)):
+            was = "sharded" if file.is_folder else "whole in every process"
+            problem = f"the model was {was} when it was saved, and is not now: keep the strategy"
+        elif file.is_folder:
+            ranks, now = state["ranks"], self.trainer.world_size
+            if ranks is not None and ranks != now:
+                problem = f"FSDP cut it up for {ranks} processes, and now there are {now}"
             for callback in self.callbacks:
-                callback.averager.bind(model)
-            file.read_shards(self._shards())
+                k = state["averages"].get(callback.name, {}).get("k")
+                if k is not None and k < callback.averager.k:
+                    problem = f"it was saved with k={k}, and shards go into no larger window"
+        if problem:
+            raise StateError(
+                f"{file.path}: {problem}. Resume as it was, or remove it to begin a new window."
+            )
 
     def _find(self, checkpoint: str, token: str) -> tuple[SideFile | None, dict[str, Any]]:
         """The window of one checkpoint among those that may be its own."""

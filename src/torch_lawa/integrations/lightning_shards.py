@@ -15,12 +15,21 @@ from torch_lawa.core.shards import is_sharded_model
 from torch_lawa.errors import ConfigError
 from torch_lawa.integrations.lightning_names import Trainer
 
-__all__ = ["callable_model", "let_go", "refuse_strategy", "sharded", "trained_model", "window_key"]
+__all__ = [
+    "callable_model",
+    "let_go",
+    "num_owners",
+    "refuse_strategy",
+    "sharded",
+    "trained_model",
+    "window_key",
+]
 
 
 def trained_model(trainer: Trainer) -> nn.Module:
     """The model with its strategy's wrapping: where all parameters are, whoever owns them."""
-    return trainer.strategy.model or trainer.lightning_module
+    model = trainer.strategy.model
+    return trainer.lightning_module if model is None else model
 
 
 def callable_model(trainer: Trainer) -> nn.Module:
@@ -38,11 +47,16 @@ def sharded(model: nn.Module) -> bool:
     return is_sharded_model(model) or any(map(_is_flat, model.modules()))
 
 
-def window_key(name: str, model: nn.Module, trainer: Trainer) -> str:
-    """Under which name this process saves its window among the others."""
-    if is_sharded_model(model):
+def num_owners(trainer: Trainer) -> int | None:
+    """For how many processes flat shards were cut; None for DTensors, which know how to change."""
+    return None if is_sharded_model(trained_model(trainer)) else trainer.world_size
+
+
+def window_key(name: str, trainer: Trainer) -> str:
+    """Under which name this process saves its window: one for all, or one for each."""
+    if num_owners(trainer) is None:
         return name
-    return f"{name} of rank {trainer.global_rank} of {trainer.world_size}"
+    return f"{name} of rank {trainer.global_rank}"
 
 
 def let_go(model: nn.Module) -> None:

@@ -73,9 +73,8 @@ class _TwiceLoop(EvaluationLoop):
         return outputs
 
     def _run_averaged(self, callback: Averaging) -> list[_Logged]:
-        names = ("_results", "batch_progress", "_seen_batches_per_dataloader")
-        before = {name: vars(self)[name] for name in (*names, "verbose", "_restarting")}
-        self._results = type(self._results)(training=False)
+        names = ("batch_progress", "_seen_batches_per_dataloader", "verbose", "_restarting")
+        before = {name: vars(self)[name] for name in names}
         self.batch_progress = type(self.batch_progress)()
         self._seen_batches_per_dataloader = type(self._seen_batches_per_dataloader)(int)
         self.verbose, self._restarting, self.averaged = False, False, []

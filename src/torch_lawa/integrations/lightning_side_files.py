@@ -95,11 +95,12 @@ class SideFile:
 
     def read_shards(self, averagers: Mapping[str, LatestWeightAverager]) -> None:
         """Load what this process needs; all must call it."""
+        from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_loader import load
 
         try:
             load(dict(averagers), checkpoint_id=self._location)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
             raise self._unreadable(error) from error
 
     def discard_pending(self) -> None:
@@ -127,10 +128,9 @@ class SideFile:
             raise ValueError("not a window, or one of another version")
         return state
 
-    def _unreadable(self, error: Exception) -> StateError:
+    def _unreadable(self, error: BaseException) -> StateError:
         reason = str(error).partition("\n")[0] or type(error).__name__
         return StateError(
-            f"{self.path}: the window cannot be read here ({reason}). Shards of FSDP go with one "
-            "number of processes, and a larger k needs a new window. Resume from another "
-            "checkpoint, or remove it to begin a new window."
+            f"{self.path}: the window cannot be read ({reason}). Resume from another checkpoint, "
+            "or remove it to begin a new window."
         )

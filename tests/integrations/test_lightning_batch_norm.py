@@ -1,0 +1,197 @@
+"""BatchNorm statistics of the average in a Lightning run: from its train loader, unnoticed."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
+from lightning_support import (
+    QUIET,
+    Net,
+    Watch,
+    Weights,
+    by_hand,
+    loader,
+    loss,
+    mean,
+    same,
+    trainer,
+    weights,
+)
+
+from torch_lawa.errors import BatchNormError
+from torch_lawa.integrations.lightning import LatestWeightAveraging
+
+pytestmark = QUIET
+
+
+def close(a: Weights, b: Weights) -> bool:
+    """Equal weights, and statistics but for rounding."""
+    for name in a:
+        if "running" in name:
+            torch.testing.assert_close(a[name], b[name], rtol=1e-5, atol=1e-6)
+        elif "num_batches" not in name and not torch.equal(a[name], b[name]):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_statistics_are_those_of_the_train_loader(tmp_path, side_by_side):
+    evaluated = []
+
+    class Seeing(Net):
+        def on_validation_epoch_start(self):
+            evaluated.append(weights(self))
+
+    watch, model = Watch(), Seeing(batch_norm=True)
+    averaging = LatestWeightAveraging(2, side_by_side=side_by_side, batch_norm_batches=2)
+    run = trainer(tmp_path, watch, averaging, max_epochs=3, num_sanity_val_steps=0)
+    run.fit(model, loader(size=20), loader(seed=1))
+    averaged = [by_hand(mean(watch.epochs[i - 1 : i + 1]), list(loader())[:2]) for i in (1, 2)]
+    found = evaluated[1::2] if side_by_side else evaluated[1:]
+    assert all(map(close, found, averaged))
+    assert not same(found[-1], mean(watch.epochs[1:]))  # other than the newest snapshot's
+    assert same(weights(model), watch.epochs[-1])
+    assert model.net[1].momentum == 0.1
+    assert model.training
+
+
+def test_none_are_estimated_where_none_are_wanted(tmp_path):
+    watch, model = Watch(), Net(batch_norm=True)
+    averaging = LatestWeightAveraging(k=2, batch_norm_batches=0)
+    trainer(tmp_path, watch, averaging, max_epochs=3).fit(model, loader(), loader(seed=1))
+    assert all(map(same, watch.validated[1:], map(mean, (watch.epochs[:2], watch.epochs[1:]))))
+
+
+def test_they_are_saved_with_the_window(tmp_path):
+    """Whoever tests a checkpoint elsewhere has no training data."""
+    watch, model = Watch(), Net(batch_norm=True)
+    saving = ModelCheckpoint(tmp_path / "checkpoints")
+    averaging = LatestWeightAveraging(k=2)
+    run = trainer(tmp_path, watch, averaging, saving, max_epochs=3)
+    run.fit(model, loader(), loader(seed=1))
+    averaged = watch.validated[-1]
+    other = trainer(tmp_path, LatestWeightAveraging(k=2))
+    options = {"ckpt_path": saving.best_model_path, "verbose": False}
+    found = other.test(Net(batch_norm=True), loader(seed=2), **options)[0]["test_loss"]
+    assert found == pytest.approx(loss(model, averaged, loader(seed=2)))
+    averaging.save_averaged(run, tmp_path / "averaged.ckpt")
+    assert same(weights(Net.load_from_checkpoint(tmp_path / "averaged.ckpt")), averaged)
+
+
+def test_without_training_data_a_warning_says_what_was_used(tmp_path):
+    """Saved right after a snapshot, before its first evaluation."""
+    saving = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=9)
+    watch, model = Watch(), Net(batch_norm=True)
+    run = trainer(tmp_path, watch, LatestWeightAveraging(k=2), saving, max_epochs=3)
+    run.fit(model, loader())
+    other, averaging = Net(batch_norm=True), LatestWeightAveraging(k=2)
+    run = trainer(tmp_path, averaging)
+    with pytest.warns(UserWarning, match="no BatchNorm statistics of their own"):
+        found = run.test(other, loader(), ckpt_path=saving.best_model_path, verbose=False)
+    assert found[0]["test_loss"] == pytest.approx(loss(model, mean(watch.epochs[1:]), loader()))
+
+
+def test_after_a_fit_without_validation_they_are_there(tmp_path):
+    watch, model = Watch(), Net(batch_norm=True)
+    averaging = LatestWeightAveraging(k=2)
+    run = trainer(tmp_path, watch, averaging, max_epochs=3)
+    run.fit(model, loader())
+    assert averaging.statistics.known(averaging.averager)
+    averaged = by_hand(mean(watch.epochs[1:]), loader())
+    found = run.test(model, loader(seed=2), verbose=False)[0]["test_loss"]
+    assert found == pytest.approx(loss(model, averaged, loader(seed=2)), rel=1e-4)
+
+
+class Random(torch.utils.data.Dataset):
+    """Every look at an example draws from all the generators that there are."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        noise = random.random() + np.random.rand() + torch.rand(1)
+        return torch.full((4,), float(i)).sin() + 0.1 * noise.float(), torch.tensor([i / 24])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_training_does_not_notice(tmp_path, num_workers):
+    """A loader with a generator of its own, workers that stay, and validation amid an epoch."""
+
+    def run(*callbacks: Any, ckpt: Any = None, epochs: int = 3) -> tuple[Weights, Any]:
+        model = Net(batch_norm=True)
+        torch.manual_seed(5)
+        random.seed(5)
+        np.random.seed(5)
+        train = torch.utils.data.DataLoader(
+            Random(),
+            batch_size=8,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(6),
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+        )
+        trained = trainer(tmp_path, *callbacks, max_epochs=epochs, val_check_interval=1)
+        trained.fit(model, train, loader(seed=1), ckpt_path=ckpt)
+        return weights(model), (torch.rand(1), random.random(), np.random.rand())
+
+    plain, averaging = run(), LatestWeightAveraging(k=1, update_every_n_steps=1)
+    found = run(averaging)
+    assert averaging.averager.num_collected == 9
+    assert same(found[0], plain[0])
+    assert found[1] == plain[1]
+
+
+def test_several_train_loaders_and_a_forward_of_ones_own(tmp_path):
+    class Two(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch["a"], batch_idx)
+
+    class Mine(LatestWeightAveraging):
+        def batch_norm_forward(self, pl_module, batch):
+            return pl_module(batch["a"][0])
+
+    watch, model = Watch(), Two(batch_norm=True)
+    run = trainer(tmp_path, watch, Mine(k=1), max_epochs=1)
+    both = CombinedLoader({"a": loader(), "b": loader(seed=3, size=8)}, "max_size_cycle")
+    run.fit(model, both, loader(seed=1))
+    assert close(watch.validated[0], by_hand(watch.epochs[0], loader()))
+
+
+def test_a_forward_that_does_not_take_the_batch_is_told_at_the_first_one(tmp_path):
+    class Odd(Net):
+        def forward(self, x, mask):
+            return self.net(x * mask)
+
+        def _loss(self, batch):
+            return self(batch[0], 1.0).mean()
+
+    for model, why in ((Odd(batch_norm=True), "mask"),):
+        run = trainer(tmp_path, LatestWeightAveraging(k=5), max_epochs=9)
+        with pytest.raises(BatchNormError, match=f"{why}.*Override `batch_norm_forward"):
+            run.fit(model, loader(), loader(seed=1))
+        assert run.global_step == 1
+        assert model.training
+    run = trainer(tmp_path, LatestWeightAveraging(k=1, batch_norm_batches=0), max_epochs=1)
+    run.fit(Odd(batch_norm=True), loader(), loader(seed=1))
+    run = trainer(tmp_path, LatestWeightAveraging(k=1), max_epochs=1)
+    run.fit(Odd(), loader(), loader(seed=1))  # no BatchNorm: nothing to estimate
+
+
+def test_the_same_window_has_the_same_statistics_whatever_was_drawn_before(tmp_path):
+    """So a resumed run, which has other random numbers, evaluates the same."""
+    averaging = LatestWeightAveraging(k=1, batch_norm_batches=1)
+    model, found = Net(batch_norm=True), []
+    run = trainer(tmp_path, averaging, max_epochs=1)
+    run.fit(model, torch.utils.data.DataLoader(Random(), batch_size=8, shuffle=True))
+    for seed in (1, 2):
+        for draw in (torch.manual_seed, np.random.seed, random.seed):
+            draw(seed)
+        averaging.statistics.load_state_dict({})  # forgotten
+        averaging.lend(run)
+        found.append(weights(model))
+        averaging.take_back()
+    assert same(*found)
