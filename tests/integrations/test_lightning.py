@@ -1,6 +1,8 @@
 """The callback in runs of Lightning itself: what is evaluated, and that training is left alone."""
 
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_support import QUIET, Net, Watch, loader, loss, mean, same, trainer, weights
 
 from torch_lawa import DiskStore
@@ -378,6 +381,15 @@ def test_a_start_after_the_end_is_refused_when_fit_begins(tmp_path, options, run
     assert same(weights(model), before)
 
 
+def test_strategies_that_hide_the_weights_are_refused(tmp_path):
+    class DeepSpeedStrategy(SingleDeviceStrategy):
+        """By its name, since the real one cannot be made without the package."""
+
+    run = trainer(tmp_path, LatestWeightAveraging(), strategy=DeepSpeedStrategy("cpu"))
+    with pytest.raises(ConfigError, match="DeepSpeedStrategy keeps the weights where"):
+        run.fit(Net(), loader())
+
+
 def test_packages_do_not_mix(tmp_path):
     import pytorch_lightning
 
@@ -391,6 +403,39 @@ def test_packages_do_not_mix(tmp_path):
 
     with pytest.raises(ConfigError, match="Trainer is of pytorch_lightning"):
         run.fit(Other(), loader())
+
+
+ALONE = """
+import sys
+sys.modules["lightning"] = None  # as if it were not installed
+import pytorch_lightning as pl, torch
+from torch_lawa.integrations.lightning import LatestWeightAveraging
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+    def training_step(self, batch, _):
+        return self.net(batch).pow(2).mean()
+    def validation_step(self, batch, _):
+        self.log("val_loss", self.net(batch).pow(2).mean())
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+averaging = LatestWeightAveraging(k=2, side_by_side=True)
+trainer = pl.Trainer(max_epochs=3, accelerator="cpu", logger=False, callbacks=[averaging])
+data = torch.utils.data.DataLoader(torch.randn(8, 2))
+trainer.fit(Net(), data, data)
+trainer.validate(Net(), data, ckpt_path="best")
+print(sorted(trainer.callback_metrics), averaging.averager.steps)
+"""
+
+
+@pytest.mark.matrix
+def test_where_only_pytorch_lightning_is_installed(tmp_path):
+    run = [sys.executable, "-W", "ignore", "-c", ALONE]
+    found = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert found.stdout.endswith("['val_loss', 'val_loss_averaged'] [16, 24]\n")
 
 
 def test_the_example_runs(tmp_path):

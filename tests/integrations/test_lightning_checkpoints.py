@@ -1,6 +1,9 @@
 """Checkpoints of Lightning with the window beside them: kept, removed, resumed, exported."""
 
+import os
 import shutil
+import signal
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,9 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_support import QUIET, Net, Watch, Weights, loader, loss, mean, same, trainer, weights
+from ranks import on_ranks
 from safetensors.torch import load_file
+from torch.multiprocessing import ProcessExitedException
 
 from torch_lawa.errors import NotReadyError, StateError
 from torch_lawa.integrations.lightning import LatestWeightAveraging
@@ -98,6 +103,32 @@ def test_a_crashed_run_goes_on_bit_for_bit(tmp_path, averaging, saving, options,
     assert resumed.averager.steps == all_of_it.averager.steps
     assert resumed.averager.num_collected == all_of_it.averager.num_collected
     assert same(resumed.averager.average(), all_of_it.averager.average())
+
+
+class Kill(Crash):
+    """The same without a word."""
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(rank: int, folder: Path) -> None:
+    warnings.simplefilter("ignore")
+    saver = ModelCheckpoint(folder / "checkpoints", save_last=True, every_n_train_steps=2)
+    fit(folder, LatestWeightAveraging(k=3, update_every_n_steps=1), saver, Kill(14))
+
+
+@pytest.mark.matrix
+def test_a_killed_process_goes_on_bit_for_bit(tmp_path):
+    with pytest.raises(ProcessExitedException, match="SIGKILL"):
+        on_ranks(1, killed, tmp_path, join=False)
+    whole, rest = (LatestWeightAveraging(k=3, update_every_n_steps=1) for _ in range(2))
+    model = fit(tmp_path, whole)
+    other = fit(tmp_path, rest, ckpt=tmp_path / "checkpoints" / "last.ckpt")
+    assert same(weights(other), weights(model))
+    assert same(rest.averager.average(), whole.averager.average())
+    assert rest.averager.num_collected == whole.averager.num_collected
 
 
 @pytest.mark.parametrize("monitor", ["val_loss", "val_loss_averaged"])
@@ -329,6 +360,16 @@ def test_a_window_that_is_missing_damaged_or_of_another_checkpoint(tmp_path):
         found = run.test(model, loader(), ckpt_path=tmp_path / "plain.ckpt", verbose=False)
     expected = loss(model, watch.epochs[0], loader())
     assert found[0]["test_loss"] == pytest.approx(expected)
+
+
+def test_averaging_may_join_a_run(tmp_path):
+    fit(tmp_path, save(tmp_path / "plain.ckpt"), max_epochs=3)
+    by_steps = LatestWeightAveraging(k=1, update_every_n_steps=4, side_by_side=True, name="steps")
+    by_epochs = LatestWeightAveraging(k=2, side_by_side=True)
+    fit(tmp_path, by_steps, by_epochs, ckpt=tmp_path / "plain.ckpt", max_epochs=5)
+    assert by_steps.averager.num_collected == 1
+    assert by_steps.averager.steps == [12]
+    assert by_epochs.averager.steps == [12, 15]
 
 
 def test_another_k_takes_what_fits(tmp_path):

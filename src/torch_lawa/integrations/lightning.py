@@ -21,7 +21,7 @@ from torch_lawa.integrations.lightning_names import (
     rank_zero_warn,
 )
 from torch_lawa.integrations.lightning_plan import Plan
-from torch_lawa.integrations.lightning_shards import let_go, refuse_strategy, trained_model
+from torch_lawa.integrations.lightning_shards import check_strategy, let_go, trained_model
 from torch_lawa.integrations.lightning_side_by_side import evaluate_twice
 from torch_lawa.stores.base import Store
 
@@ -158,7 +158,7 @@ class LatestWeightAveraging(Callback):
                 f"made for {Trainer.__module__.split('.')[0]}: import the Trainer's package before "
                 "torch_lawa.integrations.lightning, and only that one."
             )
-        refuse_strategy(trainer)
+        check_strategy(trainer)
         others = [c for c in vars(trainer)["callbacks"] if isinstance(c, LatestWeightAveraging)]
         if not self.side_by_side and len(others) > 1:
             raise ConfigError(
@@ -174,14 +174,16 @@ class LatestWeightAveraging(Callback):
         if type(self).should_update is LatestWeightAveraging.should_update:
             waits = self._options.get("before_full", "wait") == "wait"
             self._plan.check(trainer, self.averager.k if waits else 1)
-        newest = max([self._latest_update_step, *self.averager.steps])
-        if newest > trainer.global_step:
+        step, steps = trainer.global_step, self.averager.steps
+        if steps and steps[-1] > step:
             rank_zero_warn(
-                f"This run is at step {trainer.global_step} and the window was collected up to "
-                f"step {newest} of another one: a new window begins."
+                f"This run is at step {step} and the window was collected up to step {steps[-1]} "
+                "of another one: a new window begins."
             )
             self.averager.reset()
-            self._latest_update_step, self._latest_update_epoch = trainer.global_step, -1
+        if step == 0:
+            self._latest_update_epoch = -1
+        self._latest_update_step = step
         self._untried = self.statistics.wanted(pl_module)
 
     def on_train_batch_end(
@@ -206,7 +208,8 @@ class LatestWeightAveraging(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Have everything that test and predict will want: files, BatchNorm statistics."""
         self.averager.wait()
-        if self.averager.ready and self.statistics.wanted(pl_module):
+        missing = self.statistics.wanted(pl_module) and not self.statistics.known(self.averager)
+        if self.averager.ready and missing:
             with self._averaged(trainer):
                 pass
 
@@ -248,14 +251,10 @@ class LatestWeightAveraging(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """How far the run was followed; snapshots are in the file beside the checkpoint."""
-        return {
-            "latest_update_step": self._latest_update_step,
-            "latest_update_epoch": self._latest_update_epoch,
-        }
+        return {"latest_update_epoch": self._latest_update_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there."""
-        self._latest_update_step = state_dict["latest_update_step"]
         self._latest_update_epoch = state_dict["latest_update_epoch"]
 
     # How it is done.

@@ -13,13 +13,13 @@ from torch import nn
 
 from torch_lawa.core.shards import is_sharded_model
 from torch_lawa.errors import ConfigError
-from torch_lawa.integrations.lightning_names import Trainer
+from torch_lawa.integrations.lightning_names import Trainer, rank_zero_warn
 
 __all__ = [
     "callable_model",
+    "check_strategy",
     "let_go",
     "num_owners",
-    "refuse_strategy",
     "sharded",
     "trained_model",
     "window_key",
@@ -73,8 +73,8 @@ def let_go(model: nn.Module) -> None:
             _reshard(module, handle, True)
 
 
-def refuse_strategy(trainer: Trainer) -> None:
-    """Say so where the weights cannot be reached."""
+def check_strategy(trainer: Trainer) -> None:
+    """Refuse a strategy whose weights cannot be reached; warn where the window will be lost."""
     names = {cls.__name__ for cls in type(trainer.strategy).__mro__}
     for name in ("DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy"):
         if name in names:
@@ -83,6 +83,12 @@ def refuse_strategy(trainer: Trainer) -> None:
                 "them. Use one device, 'ddp', 'fsdp' or ModelParallelStrategy, or average the "
                 "run's checkpoints afterwards (`lawa average`)."
             )
+    launchers = {cls.__name__ for cls in type(trainer.strategy.launcher).__mro__}
+    if "_MultiProcessingLauncher" in launchers and trainer.state.fn == "fit":
+        rank_zero_warn(
+            "The window stays in the processes that this strategy starts for `fit` and ends with "
+            "them: test and predict from a checkpoint (ckpt_path=...), or use strategy='ddp'."
+        )
 
 
 def _is_flat(module: nn.Module) -> bool:
