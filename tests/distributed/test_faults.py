@@ -58,9 +58,7 @@ def messages(rank: int) -> dict[str, str]:
     """What each exchange says when one rank comes too late, and after that when all come."""
     patient, hurried = roll_call._SHARE, 0.025
     roll_call._AFTERWARDS = 1.5
-    # Only its exchanges are hasty: making it may take a while on a busy machine.
-    hasty = dist.new_group(timeout=timedelta(seconds=30))
-    hasty._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=1))
+    other = dist.new_group(timeout=timedelta(seconds=30))
     sharded, averager = fully_shard(nn.Linear(4, 4)), LatestWeightAverager(schedule=OnPlateau())
     normed, loader = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), [torch.ones(4, 2)]
     single = LatestWeightAverager(k=1)
@@ -69,7 +67,7 @@ def messages(rank: int) -> dict[str, str]:
 
     def failed() -> None:
         with roll_call.absence_explained():
-            dist.all_reduce(torch.ones(3), group=hasty)
+            raise RuntimeError("Connection closed by peer")  # as gloo does; see below for real ones
 
     acts: dict[str, Callable[[], Any]] = {
         "step": lambda: averager.step(sharded, loss=1.0),
@@ -84,7 +82,7 @@ def messages(rank: int) -> dict[str, str]:
         roll_call._SHARE = patient if name == "different" else hurried
         dist.barrier()
         if rank == LATE and name != "different":
-            time.sleep(3.0 if name == "failed" else 2.2)
+            time.sleep(2.2)
         try:
             act()
         except LawaError as error:
@@ -101,13 +99,13 @@ def messages(rank: int) -> dict[str, str]:
     for _ in range(20):
         acts["total"]()
     assert dist.distributed_c10d._get_default_store().num_keys() <= keys + 8
-    said["timeouts"] = f"{roll_call._timeout(dist.group.WORLD)} {roll_call._timeout(hasty)}"
+    said["timeouts"] = f"{roll_call._timeout(dist.group.WORLD)} {roll_call._timeout(other)}"
     return said
 
 
 def test_a_rank_that_stands_still_is_named(found: list[dict[str, Any]]) -> None:
     for said in (each["said"] for each in found):
-        assert said.pop("timeouts") == "60.0 1.0"
+        assert said.pop("timeouts") == "60.0 30.0"
         late = f"rank {LATE} of 3 did not come to "
         places = {
             "step": "averager.step, call 1 within 1.5 s",
