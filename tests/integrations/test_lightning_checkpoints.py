@@ -291,7 +291,7 @@ def test_killed_while_a_checkpoint_is_overwritten(tmp_path, monkeypatch):
     run = trainer(tmp_path, averaging, max_epochs=4)
     run.fit(Net(), loader(), ckpt_path=path)
     monkeypatch.setattr(run.strategy.checkpoint_io, "save_checkpoint", killed)
-    monkeypatch.setattr("torch_lawa.integrations.lightning_side_files.remove", lambda _: None)
+    monkeypatch.setattr("torch_lawa.integrations.lightning.side_files.remove", lambda _: None)
     with pytest.raises(ConnectionError):
         run.save_checkpoint(path)
     assert pending.exists()
@@ -301,7 +301,7 @@ def test_killed_while_a_checkpoint_is_overwritten(tmp_path, monkeypatch):
     trainer(tmp_path, third).validate(Net(), loader(seed=1), ckpt_path=path, verbose=False)
     assert third.averager.steps == [6, 9]
     # Both are written, and the window has not taken its place yet.
-    monkeypatch.setattr("torch_lawa.integrations.lightning_side_files.publish", killed)
+    monkeypatch.setattr("torch_lawa.integrations.lightning.side_files.publish", killed)
     with pytest.raises(ConnectionError):
         run.save_checkpoint(path)
     assert pending.exists()
@@ -329,7 +329,7 @@ def test_a_save_that_fails_leaves_the_last_one_and_no_litter(tmp_path, monkeypat
         with pytest.raises(OSError, match="no space"):
             run.save_checkpoint(path)
     with monkeypatch.context() as patched:
-        patched.setattr("torch_lawa.integrations.lightning_side_files.sync_file", full)
+        patched.setattr("torch_lawa.integrations.lightning.side_files.sync_file", full)
         with pytest.raises(OSError, match="no space"):
             run.save_checkpoint(path)
     assert (path.read_bytes(), Path(f"{path}.lawa").read_bytes()) == before

@@ -21,13 +21,13 @@ from torch.utils.data import DataLoader
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.batch_norm import recalibrate_batch_norm
 from torch_lawa.errors import BatchNormError, ConfigError
-from torch_lawa.integrations.lightning_names import (
+from torch_lawa.integrations.lightning.names import (
     CombinedLoader,
     Trainer,
     isolate_rng,
     rank_zero_warn,
 )
-from torch_lawa.integrations.lightning_shards import callable_model
+from torch_lawa.integrations.lightning.shards import callable_model
 
 __all__ = ["Statistics", "has_batch_norm"]
 

@@ -12,17 +12,17 @@ from typing import Any, Literal
 
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.errors import ConfigError, NotReadyError
-from torch_lawa.integrations.lightning_batch_norm import Statistics
-from torch_lawa.integrations.lightning_checkpoints import accompany
-from torch_lawa.integrations.lightning_names import (
+from torch_lawa.integrations.lightning.batch_norm import Statistics
+from torch_lawa.integrations.lightning.checkpoints import accompany
+from torch_lawa.integrations.lightning.names import (
     Callback,
     LightningModule,
     Trainer,
     rank_zero_warn,
 )
-from torch_lawa.integrations.lightning_plan import Plan
-from torch_lawa.integrations.lightning_shards import check_strategy, let_go, trained_model
-from torch_lawa.integrations.lightning_side_by_side import evaluate_twice
+from torch_lawa.integrations.lightning.plan import Plan
+from torch_lawa.integrations.lightning.shards import check_strategy, let_go, trained_model
+from torch_lawa.integrations.lightning.side_by_side import evaluate_twice
 from torch_lawa.stores.base import Store
 
 __all__ = ["LatestWeightAveraging"]

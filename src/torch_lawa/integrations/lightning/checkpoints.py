@@ -18,16 +18,16 @@ from torch import Tensor
 
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.errors import StateError, SwapError
-from torch_lawa.integrations.lightning_batch_norm import Statistics
-from torch_lawa.integrations.lightning_names import Strategy, Trainer, rank_zero_warn
-from torch_lawa.integrations.lightning_shards import (
+from torch_lawa.integrations.lightning.batch_norm import Statistics
+from torch_lawa.integrations.lightning.names import Strategy, Trainer, rank_zero_warn
+from torch_lawa.integrations.lightning.shards import (
     let_go,
     num_owners,
     sharded,
     trained_model,
     window_key,
 )
-from torch_lawa.integrations.lightning_side_files import PENDING, SUFFIX, SideFile
+from torch_lawa.integrations.lightning.side_files import PENDING, SUFFIX, SideFile
 from torch_lawa.swap import refuse_if_lent
 
 __all__ = ["Averaging", "accompany"]

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_lawa.integrations.lightning_checkpoints import Averaging
-from torch_lawa.integrations.lightning_names import (
+from torch_lawa.integrations.lightning.checkpoints import Averaging
+from torch_lawa.integrations.lightning.names import (
     DummyLogger,
     EvaluationLoop,
     Trainer,

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from torch_lawa.errors import ConfigError
-from torch_lawa.integrations.lightning_names import Trainer, rank_zero_warn
+from torch_lawa.integrations.lightning.names import Trainer, rank_zero_warn
 
 __all__ = ["Plan"]
 
