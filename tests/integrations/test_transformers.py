@@ -270,11 +270,15 @@ def test_saves_that_depend_on_the_average(tmp_path: Path) -> None:
 
 
 class Saver(TrainerCallback):  # type: ignore[misc]
-    """Saves from within an evaluation, as people's own callbacks do."""
+    """Saves and predicts from within an evaluation, as people's own callbacks do."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         kind = "averaged" if "eval_averaged_loss" in kwargs["metrics"] else "raw"
         self.trainer.save_model(f"{args.output_dir}/mine-{kind}-{state.global_step}")
+        self.losses[state.global_step] = self.trainer.predict(VALID).metrics["test_loss"]
 
 
 def test_other_callbacks_beside_it(tmp_path: Path) -> None:
@@ -288,6 +292,8 @@ def test_other_callbacks_beside_it(tmp_path: Path) -> None:
     assert same(saved(tmp_path / "mine-raw-6"), recorder.weights[6])
     assert same(saved(tmp_path / "mine-raw-6" / MODEL), recorder.mean(4, 6))
     assert same(saved(tmp_path / "mine-averaged-6"), recorder.mean(4, 6))
+    assert not (tmp_path / "mine-averaged-6" / MODEL).exists()
+    assert saver.losses[6] == history(ran, "eval_averaged_loss")[6]
 
 
 @pytest.mark.parametrize("metric", ["eval_loss", "eval_averaged_loss"])
@@ -311,7 +317,13 @@ def test_training_again_begins_a_new_window(tmp_path: Path) -> None:
     assert callback.averager.steps == [8, 10, 12]
     assert same(callback.averager.average(), recorder.mean(8, 10, 12))
     assert len(history(ran, "eval_averaged_loss")) == 4
-    assert not (tmp_path / "checkpoint-4" / MODEL).exists()  # nothing of the first run is left
+
+
+def test_nothing_of_an_earlier_run_is_left_in_a_checkpoint(tmp_path: Path) -> None:
+    trainer(tmp_path, averaging(k=1)).train()
+    assert (tmp_path / "checkpoint-4" / MODEL).exists()
+    trainer(tmp_path, averaging(k=3)).train()
+    assert not (tmp_path / "checkpoint-4" / MODEL).exists()
 
 
 def test_stores_and_coefficients(tmp_path: Path) -> None:
@@ -334,15 +346,21 @@ def test_a_store_of_another_run_is_refused(tmp_path: Path) -> None:
         again.train()
 
 
-def test_frozen_parameters_are_saved_with_the_average(tmp_path: Path) -> None:
+class Unfreeze(TrainerCallback):  # type: ignore[misc]
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 7:
+            kwargs["model"].requires_grad_(True)
+
+
+def test_a_layer_that_is_frozen_at_first(tmp_path: Path) -> None:
     model = tiny_model()
     model.model.embed_tokens.weight.requires_grad_(False)
-    callback, recorder = averaging(k=2), Recorder()
-    trainer(tmp_path, callback, recorder, model=model).train()
-    assert (
-        saved(tmp_path / "checkpoint-12" / MODEL).keys() == saved(tmp_path / "checkpoint-12").keys()
-    )
-    assert same(saved(tmp_path / "checkpoint-12" / MODEL), recorder.mean(10, 12))
+    recorder = Recorder()
+    trainer(tmp_path, averaging(k=2), recorder, Unfreeze(), model=model).train()
+    for step in (6, 12):
+        found = saved(tmp_path / f"checkpoint-{step}" / MODEL)
+        assert found.keys() == saved(tmp_path / f"checkpoint-{step}").keys()
+        assert same(found, recorder.mean(step - 2, step))
 
 
 class Seq2Seq(LatestWeightAveragingMixin, Seq2SeqTrainer):  # type: ignore[misc]
