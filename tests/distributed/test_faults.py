@@ -285,7 +285,7 @@ def test_killed_while_a_user_saves(
     assert len(list(tmp_path.glob("*/.metadata"))) == first - 1
     assert not list(tmp_path.glob("end-*"))
     again = launched("loop", str(tmp_path), 6)
-    # Not its exit code: once in some hundred times PyTorch aborts a process that has left its group.
+    # Not its exit code: rarely PyTorch aborts a process that has left its group.
     assert len(list(tmp_path.glob("end-*"))) == 2, again.stderr
     model, snapshots = net(), []
     for step in (4, 5, 6):
