@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
 from ranks import on_ranks
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, set_seed
 from transformers_support import (
     MODEL,
     TRAIN,
@@ -21,7 +24,6 @@ from transformers_support import (
     Recorder,
     averaging,
     history,
-    loss_of,
     same,
     saved,
     tiny_model,
@@ -45,6 +47,15 @@ def shard_on_cpus() -> None:
     AcceleratorState.__init__ = make_sharded
 
 
+def loss_of(model: Any, weights: dict[str, Tensor]) -> float:
+    """By hand: a Trainer made here would share its data with the other process."""
+    model.load_state_dict(weights)
+    model.eval()
+    rows = torch.stack([row["input_ids"] for row in VALID])
+    with torch.no_grad():
+        return float(model(input_ids=rows, labels=rows).loss)
+
+
 def leave() -> None:
     dist.barrier()  # gloo may abort a process whose peer is gone
     dist.destroy_process_group()
@@ -59,6 +70,31 @@ RUN: dict[str, Any] = {
 }
 
 
+def with_adapter() -> PeftModel:
+    base = tiny_model()
+    set_seed(5)
+    return get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+
+
+def train_adapter(rank: int, folder: str, kind: str) -> dict[str, Tensor]:
+    """An adapter on a sharded model: the same, of the adapter only."""
+    shard_on_cpus()
+    place = Path(folder)
+    config = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "state_dict_type": kind}
+    run: dict[str, Any] = {**RUN, "fsdp": True, "fsdp_config": config, "learning_rate": 0.3}
+    recorder, again = Recorder(), Recorder()
+    ran = trainer(place / "a", averaging(k=2), recorder, model=with_adapter(), **run)
+    ran.train()
+    best = ran.state.best_global_step
+    assert same(weights_of(ran.model), recorder.mean(best - 2, best))
+    resumed = trainer(place / "b", averaging(k=2), again, model=with_adapter(), **run)
+    resumed.train(resume_from_checkpoint=str(place / "a" / "checkpoint-4"))
+    assert same(again.weights[6], recorder.weights[6])
+    assert history(resumed, "eval_averaged_loss") == history(ran, "eval_averaged_loss")
+    leave()
+    return recorder.mean(4, 6)
+
+
 def train_and_resume(place: Path, **run: Any) -> Recorder:
     """Once in one go and once with a crash in between; the weights that there were."""
     recorder, plain = Recorder(), tiny_model()
@@ -68,7 +104,7 @@ def train_and_resume(place: Path, **run: Any) -> Recorder:
     assert list(losses) == [4, 6]
     for step, loss in losses.items():
         average = recorder.mean(step - 2, step)
-        assert loss == pytest.approx(loss_of(plain, average, VALID), abs=1e-5)
+        assert loss == pytest.approx(loss_of(plain, average), abs=1e-5)
         assert same(saved(place / "whole" / f"checkpoint-{step}" / MODEL), average)
     assert losses[4] < losses[6]
     assert same(weights_of(ran.model), recorder.mean(2, 4))
@@ -119,3 +155,13 @@ def test_shards_on_two_processes(kind: str, tmp_path: Path) -> None:
     assert (last / WINDOW.with_suffix("")).is_dir()
     loaded = AutoModelForCausalLM.from_pretrained(last / MODEL)
     assert same(weights_of(loaded), average)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_an_adapter_on_a_sharded_model(kind: str, tmp_path: Path) -> None:
+    average, _ = on_ranks(2, train_adapter, str(tmp_path), kind, join=False)
+    found = load_file(tmp_path / "b" / "checkpoint-6" / MODEL / "adapter_model.safetensors")
+    named = {n.replace(".default.", "."): t for n, t in average.items() if "lora_" in n}
+    assert found.keys() == named.keys()
+    assert same(found, named)

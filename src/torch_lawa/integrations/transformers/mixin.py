@@ -1,11 +1,8 @@
-"""Averaging in the Transformers `Trainer`: two lines, and everything else stays as it is.
+"""What a Trainer does with the average: it evaluates, predicts with, saves and loads it.
 
-```python
-trainer = LatestWeightAveragingTrainer(  # instead of Trainer
-    model, args, train_dataset=..., eval_dataset=...,
-    callbacks=[LatestWeightAveragingCallback(k=6, collect_strategy="steps", collect_every=100)],
-)
-```
+Trainer has no event before an evaluation, nor between the parts of a save, so a callback alone
+cannot; and it does not tell its callbacks who it is. Hence a class before Trainer in the line of
+inheritance.
 """
 
 import contextlib
@@ -19,14 +16,10 @@ from transformers.trainer_utils import PredictionOutput
 
 from torch_lawa.checkpoints.files import remove
 from torch_lawa.errors import ConfigError, StateError
-from torch_lawa.integrations.transformers_batch_norm import same_random_numbers
-from torch_lawa.integrations.transformers_callback import LatestWeightAveragingCallback
+from torch_lawa.integrations.transformers.batch_norm import same_random_numbers
+from torch_lawa.integrations.transformers.callback import LatestWeightAveragingCallback
 
-__all__ = [
-    "LatestWeightAveragingCallback",
-    "LatestWeightAveragingMixin",
-    "LatestWeightAveragingTrainer",
-]
+__all__ = ["LatestWeightAveragingMixin", "LatestWeightAveragingTrainer"]
 
 if TYPE_CHECKING:
     _Base = Trainer

@@ -1,5 +1,6 @@
 """The callback of the Transformers `Trainer`: what is averaged, and when a snapshot is taken."""
 
+import logging
 import math
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -8,14 +9,13 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
-from transformers.utils import logging
 
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.core.coefficients import Coefficients
 from torch_lawa.core.selection import FrozenRule
 from torch_lawa.errors import ConfigError
-from torch_lawa.integrations.transformers_batch_norm import AverageStatistics
-from torch_lawa.integrations.transformers_collecting import Collecting, CollectStrategy, RunLength
+from torch_lawa.integrations.transformers.batch_norm import AverageStatistics
+from torch_lawa.integrations.transformers.collecting import Collecting, CollectStrategy, RunLength
 from torch_lawa.integrations.window_files import load_window, save_window
 from torch_lawa.stores.base import Store
 
@@ -25,7 +25,7 @@ Metrics: TypeAlias = Literal["both", "averaged"]
 
 _WINDOW = Path("averaged", "window")
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class LatestWeightAveragingCallback(TrainerCallback):
