@@ -1,5 +1,6 @@
 """Averaging in the Transformers Trainer: what is collected, evaluated and saved."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +237,10 @@ def test_the_best_by_the_raw_metric_is_the_raw_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["both", "averaged"])
-def test_early_stopping_on_the_average(mode: Any, tmp_path: Path) -> None:
+def test_early_stopping_on_the_average(
+    mode: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # to be seen here
     metric = "eval_averaged_loss" if mode == "both" else "eval_loss"
     ran = trainer(
         tmp_path,
@@ -252,6 +256,21 @@ def test_early_stopping_on_the_average(mode: Any, tmp_path: Path) -> None:
     rounds = [i for i, loss in enumerate(losses) if loss < min(losses[:i], default=float("inf"))]
     assert ran.state.global_step < 60
     assert len(losses) == rounds[-1] + 3  # the best, and two that were not better
+    assert "early stopping is disabled" not in caplog.text
+
+
+def test_a_learning_rate_that_follows_the_average(tmp_path: Path) -> None:
+    ran = trainer(
+        tmp_path,
+        averaging(k=2, metrics="averaged"),
+        learning_rate=0.1,
+        train_dataset=TRAIN[:8],  # learnt by heart: the loss rises
+        lr_scheduler_type="reduce_lr_on_plateau",
+        lr_scheduler_kwargs={"patience": 1},
+        metric_for_best_model="eval_loss",
+    )
+    ran.train()
+    assert history(ran, "learning_rate")[12] < 0.1
 
 
 def test_saves_that_depend_on_the_average(tmp_path: Path) -> None:
@@ -475,6 +494,14 @@ def test_mistakes_are_found_when_the_callback_is_made(
             {},
             {"save_strategy": "best", "metric_for_best_model": "loss"},
             "save_strategy='best': a save depends on the metric",
+        ),
+        (
+            {},
+            {
+                "lr_scheduler_type": "reduce_lr_on_plateau",
+                "metric_for_best_model": "eval_averaged_loss",
+            },
+            r"set LatestWeightAveragingCallback\(metrics='averaged'\)",
         ),
     ],
 )

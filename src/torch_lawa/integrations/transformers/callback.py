@@ -19,7 +19,7 @@ from torch_lawa.integrations.transformers.collecting import Collecting, CollectS
 from torch_lawa.integrations.window_files import load_window, save_window
 from torch_lawa.stores.base import Store
 
-__all__ = ["LatestWeightAveragingCallback", "Metrics"]
+__all__ = ["LatestWeightAveragingCallback", "Metrics", "selects_average"]
 
 Metrics: TypeAlias = Literal["both", "averaged"]
 
@@ -107,7 +107,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
     ) -> None:
         """Refuse what can be seen not to work before training begins."""
         self._require_trainer()
-        self._check_saving(args)
+        self._check_arguments(args)
         steps = args.max_steps if args.max_steps > 0 else None
         epochs = int(args.num_train_epochs) if steps is None else None
         saves = int(args.save_steps) if _saves(args) == "steps" and args.save_steps >= 1 else None
@@ -124,7 +124,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
         self._require_trainer()
         model, loader = kwargs["model"], kwargs["train_dataloader"]
         _refuse(model)
-        self._check_saving(args)
+        self._check_arguments(args)
         per_epoch = None
         if has_length(loader):
             per_epoch = max(math.ceil(len(loader) / args.gradient_accumulation_steps), 1)
@@ -218,14 +218,28 @@ class LatestWeightAveragingCallback(TrainerCallback):
     def _check(self, run: RunLength) -> None:
         self._collecting.check(run, self.averager.k, waits=self._waits)
 
-    def _check_saving(self, args: TrainingArguments) -> None:
-        if self._collecting.strategy != "save" or _saves(args) in ("steps", "epoch"):
-            return
-        why = "nothing is saved" if _saves(args) == "no" else "a save depends on the metric"
-        raise ConfigError(
-            f"collect_strategy='save' with save_strategy={_saves(args)!r}: {why}. Set "
-            "collect_strategy='steps' (and collect_every) or 'epoch'."
-        )
+    def _check_arguments(self, args: TrainingArguments) -> None:
+        saves = _saves(args)
+        if self._collecting.strategy == "save" and saves not in ("steps", "epoch"):
+            why = "nothing is saved" if saves == "no" else "a save depends on the metric"
+            raise ConfigError(
+                f"collect_strategy='save' with save_strategy={saves!r}: {why}. Set "
+                "collect_strategy='steps' (and collect_every) or 'epoch'."
+            )
+        metric = str(args.metric_for_best_model)
+        follows = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+        if follows in ("reduce_lr_on_plateau", "greedy") and selects_average(metric):
+            raise ConfigError(
+                f"lr_scheduler_type={follows!r} needs metric_for_best_model={metric!r} at every "
+                "evaluation, and it is not there before the first average: set "
+                "LatestWeightAveragingCallback(metrics='averaged') and "
+                "metric_for_best_model='eval_loss'."
+            )
+
+
+def selects_average(metric: str) -> bool:
+    """Whether this is the name of a metric of the average, as `metrics="both"` has them."""
+    return metric.removeprefix("eval_").startswith("averaged_")
 
 
 def _saves(args: TrainingArguments) -> str:

@@ -6,6 +6,7 @@ inheritance.
 """
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,10 @@ from transformers.trainer_utils import PredictionOutput
 from torch_lawa.checkpoints.files import remove
 from torch_lawa.errors import ConfigError, StateError
 from torch_lawa.integrations.transformers.batch_norm import same_random_numbers
-from torch_lawa.integrations.transformers.callback import LatestWeightAveragingCallback
+from torch_lawa.integrations.transformers.callback import (
+    LatestWeightAveragingCallback,
+    selects_average,
+)
 
 __all__ = ["LatestWeightAveragingMixin", "LatestWeightAveragingTrainer"]
 
@@ -71,13 +75,14 @@ class LatestWeightAveragingMixin(_Base):
             if averaging.metrics == "averaged":
                 with self._average(averaging):
                     return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
-            raw = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
-            if not averaging.ready:
-                return raw
-            prefix = f"{metric_key_prefix}_averaged"
-            with same_random_numbers(self.args.device), self._average(averaging):
-                averaged = super().evaluate(eval_dataset, ignore_keys, prefix, **kwargs)
-            return {**averaged, **raw}
+            with _no_false_alarm():
+                raw = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
+                if not averaging.ready:
+                    return raw
+                prefix = f"{metric_key_prefix}_averaged"
+                with same_random_numbers(self.args.device), self._average(averaging):
+                    averaged = super().evaluate(eval_dataset, ignore_keys, prefix, **kwargs)
+                return {**averaged, **raw}
         finally:
             self._evaluating = False
 
@@ -199,8 +204,8 @@ class LatestWeightAveragingMixin(_Base):
 
     def _selects_average(self, averaging: LatestWeightAveragingCallback) -> bool:
         """Whether the best model is chosen by how well the average does."""
-        name = (self.args.metric_for_best_model or "").removeprefix("eval_")
-        return averaging.metrics == "averaged" or name.startswith("averaged_")
+        metric = self.args.metric_for_best_model or ""
+        return averaging.metrics == "averaged" or selects_average(metric)
 
     @contextlib.contextmanager
     def _average(self, averaging: LatestWeightAveragingCallback) -> Iterator[None]:
@@ -219,3 +224,18 @@ class LatestWeightAveragingMixin(_Base):
 
 class LatestWeightAveragingTrainer(LatestWeightAveragingMixin, Trainer):
     """The Transformers `Trainer` with weight averaging."""
+
+
+@contextlib.contextmanager
+def _no_false_alarm() -> Iterator[None]:
+    """`EarlyStoppingCallback` sees both passes, and says in one of them that it is disabled."""
+    logger = logging.getLogger("transformers.trainer_callback")
+
+    def is_true(record: logging.LogRecord) -> bool:
+        return "early stopping is disabled" not in record.getMessage()
+
+    logger.addFilter(is_true)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_true)
