@@ -224,3 +224,12 @@ def test_the_gpu_is_done_with_page_locked_weights_before_they_change(
     assert len(found) == 2
     assert_same_state(found[0], raw)
     assert_same_state(found[1], mean)
+
+
+def test_a_model_without_values_takes_none() -> None:
+    _, averager = trained()
+    with torch.device("meta"):
+        empty = small_net()
+    with pytest.raises(LayoutError, match=r"on the meta device .* materialise"):
+        with averager.swapped_into(empty):
+            pass

@@ -137,6 +137,7 @@ def live_tensors(model: nn.Module) -> dict[str, Tensor]:
     reshard(model)
     found: dict[object, tuple[str, Tensor]] = {}
     for name, tensor, _ in _of_module(model):
+        _check(name, tensor)
         found.setdefault(_identity(tensor), (name, local(tensor)))
     return dict(found.values())
 

@@ -5,7 +5,6 @@ for a file, and how a checkpoint to resume from is written and read.
 """
 
 import contextlib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -66,7 +65,7 @@ class Alone:
 
     def save(self, trainer: "Trainer", folder: RunFolder) -> None:
         """Write a checkpoint; called in every process."""
-        state = {**trainer.state_dict(), "losses": self._losses(trainer)}
+        state = trainer.state_dict()
         if self.place.rank == 0:
             folder.save(state)
 
@@ -81,19 +80,8 @@ class Alone:
         if state is None:
             self._begin(folder)
         else:
-            trainer.load_state_dict(self._with_own_loss(state, state.get("losses", [])))
+            trainer.load_state_dict(state)
         return state is not None
-
-    def _losses(self, trainer: "Trainer") -> list[float]:
-        """Each process's losses since the last row, added up: their mean would round otherwise."""
-        own = trainer._loss.item()
-        ranks = range(self.place.world_size)
-        return self.place.total([own if rank == self.place.rank else 0.0 for rank in ranks])
-
-    def _with_own_loss(self, state: dict[str, Any], losses: Sequence[float]) -> dict[str, Any]:
-        """On as many processes as before each goes on with its own losses, else with the mean."""
-        same = len(losses) == self.place.world_size
-        return {**state, "loss": losses[self.place.rank]} if same else state
 
     def _recover(self, folder: RunFolder) -> None:
         """The first process puts right what a killed run left, before the others look."""
@@ -215,7 +203,7 @@ class Shards(Copies):
         set_optimizer_state_dict(
             trainer.model, _inner(trainer), optim_state_dict=state["optimizer"]
         )
-        trainer.progress = self._with_own_loss(state["progress"], state["losses"])
+        trainer.progress = state["progress"]
         if isinstance(trainer.optimizer, Lookahead):
             trainer.optimizer.load_slow(state["slow"].values(), trainer.step)
         return True
@@ -232,7 +220,6 @@ class Shards(Copies):
             "optimizer": get_optimizer_state_dict(trainer.model, _inner(trainer)),
             "averager": trainer.averager,
             "progress": trainer.progress,
-            "losses": self._losses(trainer),
         }
         if isinstance(trainer.optimizer, Lookahead):
             slow = trainer.optimizer.slow

@@ -157,10 +157,12 @@ class Trainer:
     def progress(self) -> dict[str, Any]:
         """How far the run is: plain numbers."""
         self._pause()
-        [loss] = self.place.total([self._loss.item()])
+        # Those of each process by themselves: their mean would be rounded.
+        own, ranks = self._loss.item(), range(self.place.world_size)
+        losses = self.place.total([own if rank == self.place.rank else 0.0 for rank in ranks])
         return {
             "step": self.step,
-            "loss": loss / self.place.world_size,
+            "losses": losses,
             "num_losses": self._num_losses,
             "train_seconds": self.train_seconds,
             "collect_seconds": self.collect_seconds,
@@ -170,7 +172,9 @@ class Trainer:
     def progress(self, state: Mapping[str, Any]) -> None:
         self.step = int(state["step"])
         self._num_losses = int(state["num_losses"])
-        self._loss.fill_(state["loss"])
+        losses = state["losses"]
+        same = len(losses) == self.place.world_size
+        self._loss.fill_(losses[self.place.rank] if same else sum(losses) / len(losses))
         self.train_seconds = float(state["train_seconds"])
         self.collect_seconds = float(state["collect_seconds"])
 
