@@ -16,6 +16,7 @@ from torch import nn
 
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.errors import ConfigError
+from torch_lawa.integrations.visible import require_visible_parameters
 from torch_lawa.integrations.window_files import load_window, save_window
 
 __all__ = ["register_averager"]
@@ -40,6 +41,7 @@ def register_averager(
     Not `accelerator.register_for_checkpointing`: it saves what the main process has, which of a
     sharded model is one shard.
     """
+    require_visible_parameters(model)
     kept = _Kept(accelerator, averager, model, name)
     for other in accelerator._save_model_state_pre_hook.values():
         if isinstance(other, _Kept) and other.name == name:

@@ -16,6 +16,7 @@ from torch_lawa.core.selection import FrozenRule
 from torch_lawa.errors import ConfigError
 from torch_lawa.integrations.transformers.batch_norm import AverageStatistics
 from torch_lawa.integrations.transformers.collecting import Collecting, CollectStrategy, RunLength
+from torch_lawa.integrations.visible import require_visible_parameters
 from torch_lawa.integrations.window_files import load_window, save_window
 from torch_lawa.stores.base import Store
 
@@ -123,7 +124,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
         """Begin a window, or go on with the one in the checkpoint."""
         self._require_trainer()
         model, loader = kwargs["model"], kwargs["train_dataloader"]
-        _refuse(model)
+        require_visible_parameters(model)
         self._check_arguments(args)
         per_epoch = None
         if has_length(loader):
@@ -249,17 +250,3 @@ def _saves(args: TrainingArguments) -> str:
 def _has_adapters(model: nn.Module) -> bool:
     """Of PEFT, around the model or added to it."""
     return bool(getattr(model, "peft_config", None))
-
-
-def _refuse(model: nn.Module) -> None:
-    """Models whose parameters are not what they seem."""
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise ConfigError(
-            "DeepSpeed ZeRO-3 hides the parameters from everybody else, so they cannot be "
-            "averaged: use FSDP2 (fsdp=True) or ZeRO-2."
-        )
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        raise ConfigError(
-            "FSDP version 1 flattens the parameters, so they cannot be averaged: set "
-            "fsdp_config={'version': 2}."
-        )
