@@ -99,7 +99,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "world_size",
-    [1, 3, pytest.param(2, marks=pytest.mark.matrix), pytest.param(4, marks=pytest.mark.matrix)],
+    [3, *(pytest.param(n, marks=pytest.mark.matrix) for n in (1, 2, 4))],
 )
 def test_loaded_on_any_number_of_ranks(world_size: int, tmp_path: Path) -> None:
     on_ranks(2, save, str(tmp_path), 5, False)

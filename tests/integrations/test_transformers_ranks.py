@@ -146,9 +146,8 @@ def train_shards(rank: int, folder: str, kind: str) -> dict[str, Tensor]:
     return recorder.mean(4, 6)
 
 
-@pytest.mark.parametrize(
-    "kind", ["SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.matrix)]
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 def test_shards_on_two_processes(kind: str, tmp_path: Path) -> None:
     average, _ = on_ranks(2, train_shards, str(tmp_path), kind, join=False)
     last = tmp_path / "parts" / "checkpoint-6"

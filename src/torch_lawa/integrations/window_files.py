@@ -51,13 +51,14 @@ def load_window(averager: LatestWeightAverager, model: nn.Module, path: Path) ->
     file = path.with_name(path.name + _SUFFIX)
     reshard(model)
     if path.is_dir():
+        from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_loader import load
 
         averager.reset()
         averager.bind(model)
         try:
             load({"averager": averager}, checkpoint_id=path)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # which is no Exception
             raise _unreadable(path, error) from error
         return True
     if not file.is_file():
@@ -75,7 +76,7 @@ def load_window(averager: LatestWeightAverager, model: nn.Module, path: Path) ->
     return True
 
 
-def _unreadable(path: Path, error: Exception) -> StateError:
+def _unreadable(path: Path, error: BaseException) -> StateError:
     reason = str(error).partition("\n")[0]
     return StateError(
         f"{path}: the window cannot be read ({reason}). Resume from an older checkpoint, or "
