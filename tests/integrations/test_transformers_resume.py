@@ -119,6 +119,30 @@ def test_a_checkpoint_without_a_window_begins_one(
     assert callback.averager.num_collected == 4
 
 
+def test_a_window_on_disk_is_not_that_of_another_checkpoint(tmp_path: Path) -> None:
+    first = averaging(k=3, store=DiskStore(tmp_path / "window"))
+    trainer(tmp_path / "run", first).train()
+    first.averager.wait()
+    del first
+    (tmp_path / "run" / "checkpoint-8" / WINDOW).unlink()
+    second = averaging(k=3, store=DiskStore(tmp_path / "window"))
+    resumed = trainer(tmp_path / "run", second, max_steps=14)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-8"))
+    assert second.averager.steps == [10, 12, 14]
+
+
+def test_a_resume_that_failed_leaves_nothing_to_a_new_run(tmp_path: Path) -> None:
+    trainer(tmp_path, averaging(k=3)).train()
+    failing, callback = Fails("on_train_begin", 8), averaging(k=3)
+    ran = trainer(tmp_path / "b", failing, callback)
+    with pytest.raises(RuntimeError, match="a hook failed"):
+        ran.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    ran.remove_callback(failing)
+    ran.train()
+    assert callback.averager.steps == [8, 10, 12]
+    assert not (tmp_path / "b" / "checkpoint-4" / MODEL).exists()
+
+
 def test_a_damaged_window_is_refused(tmp_path: Path) -> None:
     trainer(tmp_path, averaging(k=3)).train()
     (tmp_path / "checkpoint-12" / WINDOW).write_bytes(b"nothing")

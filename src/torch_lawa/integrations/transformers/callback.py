@@ -142,9 +142,12 @@ class LatestWeightAveragingCallback(TrainerCallback):
         )
         self._check(run)
         self._total = run.of(self._collecting.strategy) or 0
-        checkpoint, self.resume_from = self.resume_from, None
+        # What a run left that failed while it was being resumed is not for one from the start.
+        checkpoint = self.resume_from if state.global_step else None
+        self.resume_from = None
         self._begin(model, resuming=checkpoint is not None)
-        if checkpoint is not None and not load_window(self.averager, model, checkpoint / _WINDOW):
+        if checkpoint is not None and not self.load(model, checkpoint):
+            self.averager.reset()  # a store on disk may have held snapshots
             logger.warning(
                 f"{checkpoint} holds no window of snapshots (it was saved without averaging, or "
                 "with save_only_model): averaging begins anew at this step."
