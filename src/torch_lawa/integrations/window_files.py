@@ -4,6 +4,7 @@ The framework decides when a checkpoint is written, where, and when it is remove
 goes into each, so that any one of them is enough to go on exactly.
 """
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -57,7 +58,9 @@ def load_window(averager: LatestWeightAverager, model: nn.Module, path: Path) ->
         averager.reset()
         averager.bind(model)
         try:
-            load({"averager": averager}, checkpoint_id=path)
+            with warnings.catch_warnings():  # that there is only one process
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                load({"averager": averager}, checkpoint_id=path)
         except (Exception, CheckpointException) as error:  # which is no Exception
             raise _unreadable(path, error) from error
         return True

@@ -1,0 +1,77 @@
+"""Windows beside checkpoints: saved in shards, loaded whole, and what does not go together."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from torch_lawa import LatestWeightAverager
+from torch_lawa.errors import StateError
+from torch_lawa.integrations.window_files import load_window, save_window
+
+K = 3
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+
+
+def collected(model: nn.Module) -> LatestWeightAverager:
+    averager = LatestWeightAverager(k=K)
+    for step in range(1, 6):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.0 + 0.1 * step)
+        averager.collect(model, step=step)
+    return averager
+
+
+def save_shards(rank: int, folder: str) -> None:
+    model = fully_shard(net())
+    place = Path(folder)
+    save_window(collected(model), model, place / "window", writes=rank == 0)
+    plain = net()
+    save_window(collected(plain), plain, place / "whole", writes=rank == 0)
+    torch.distributed.barrier()
+    with pytest.raises(StateError, match=r"whole\.pt was saved by a run whose model was not shard"):
+        load_window(LatestWeightAverager(k=K), model, place / "whole")
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        map(torch.equal, found.values(), expected.values())
+    )
+
+
+@pytest.mark.matrix
+def test_shards_are_loaded_by_one_process(tmp_path: Path) -> None:
+    on_ranks(2, save_shards, str(tmp_path))
+    model = net()
+    expected, again = collected(net()), LatestWeightAverager(k=K)
+    assert load_window(again, model, tmp_path / "window")
+    assert again.steps == [3, 4, 5]
+    assert same(again.average(), expected.average())
+    # Now it belongs to a model that is not sharded, and is saved so, in place of the folder.
+    save_window(again, model, tmp_path / "window", writes=True)
+    assert [path.name for path in tmp_path.glob("window*")] == ["window.pt"]
+    third = LatestWeightAverager(k=K)
+    assert load_window(third, model, tmp_path / "window")
+    assert same(third.average(), expected.average())
+
+
+def test_there_may_be_none(tmp_path: Path) -> None:
+    averager = collected(net())
+    assert not load_window(averager, net(), tmp_path / "window")
+    assert averager.steps == [3, 4, 5]
+
+
+def test_only_the_one_that_writes_does(tmp_path: Path) -> None:
+    model = net()
+    save_window(collected(model), model, tmp_path / "deep" / "window", writes=False)
+    assert not list(tmp_path.iterdir())
+    save_window(collected(model), model, tmp_path / "deep" / "window", writes=True)
+    assert load_window(LatestWeightAverager(k=K), model, tmp_path / "deep" / "window")
