@@ -46,10 +46,12 @@ test-data: $(VENV)/.dev
 test-matrix: $(VENV)/.dev
 	$(BIN)/python -m pytest -m matrix
 
-# Old frameworks warn of what newer libraries will change: that is no error here.
+# Old frameworks warn of what newer libraries will change: that is no error here. Transformers 5.0
+# itself cannot resume two processes on CPUs.
 test-oldest: .venv-oldest/.oldest
 	.venv-oldest/bin/python -m pytest -n auto -o filterwarnings=default \
-	  -m "not gpu and not matrix" tests/integrations
+	  -m "not gpu and not matrix" tests/integrations \
+	  --ignore tests/integrations/test_transformers_ranks.py
 
 # timm's torchvision is built for CUDA and, beside the CPU build of torch, in the way of others.
 test-timm: .venv-timm/.timm
