@@ -76,6 +76,22 @@ def test_side_by_side(tmp_path):
     assert tested["test_loss_averaged"] == pytest.approx(loss(model, averaged[-1], loader(seed=2)))
 
 
+def test_averaged_metrics_reach_tensorboard(tmp_path):
+    from lightning.pytorch.loggers import TensorBoardLogger
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    watch, model, logger = Watch(), Net(), TensorBoardLogger(tmp_path, name="logs")
+    averaging = LatestWeightAveraging(k=2, side_by_side=True)
+    run = trainer(tmp_path, watch, averaging, max_epochs=3, logger=logger)
+    run.fit(model, loader(), loader(seed=1))
+    logger.finalize("success")
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    for name in ("val_loss", "val_loss_averaged"):
+        logged = [event.value for event in events.Scalars(name)]
+        assert logged == pytest.approx([float(metrics[name]) for metrics in watch.metrics])
+
+
 class Many(Net):
     """Several loaders, metric objects, values in the progress bar or nowhere."""
 
