@@ -33,7 +33,7 @@ def loss_of(accelerator: Accelerator, model: nn.Module, loader: Any) -> float:
     return float(torch.cat(losses).mean())
 
 
-def main(folder: str = "digits-run", *, stop_after: int = EPOCHS) -> tuple[float, float]:
+def main(folder: str = "runs/digits", *, stop_after: int = EPOCHS) -> tuple[float, float]:
     """Train, or go on from `folder`; returns the test loss of the weights and of their mean."""
     naming = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(cpu=True, project_config=naming)

@@ -34,7 +34,7 @@ def sentences(count: int, seed: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def main(folder: str = "text-run", *, max_steps: int = 200) -> dict[str, float]:
+def main(folder: str = "runs/text", *, max_steps: int = 200) -> dict[str, float]:
     """Train, and return what the model that is left scores."""
     set_seed(0)
     model = GPT2LMHeadModel(
