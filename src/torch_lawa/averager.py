@@ -15,11 +15,11 @@ from torch_lawa.core.roll_call import roll_call
 from torch_lawa.core.schedule import Every, Schedule
 from torch_lawa.core.selection import BufferRule, FrozenRule, Selector, live_tensors
 from torch_lawa.core.shards import is_sharded_model
-from torch_lawa.errors import ConfigError, LayoutError, NotReadyError, StateError
+from torch_lawa.errors import ConfigError, NotReadyError, StateError
 from torch_lawa.stores.base import Snapshot, Store
 from torch_lawa.stores.memory import DeviceStore, HostStore
 from torch_lawa.stores.window import Sliding, Window
-from torch_lawa.swap import lend, refuse_if_lent
+from torch_lawa.swap import find_targets, lend, refuse_if_lent
 
 __all__ = ["LatestWeightAverager"]
 
@@ -218,7 +218,9 @@ class LatestWeightAverager:
         n = self._window_size(k)
         weights = (coefficients or self._coefficients).weights(n)
         with ordinary_mode():
-            out = self._allocate(dtype, torch.device(device) if device is not None else None)
+            home = device or ("cpu" if self._window.on_host else None)
+            out = self._window.averaged.allocate(dtype, home)
+            out.update(self._window.kept.allocate(None, home))
             self._window.mean_into(out, n, weights)
             for name, sharding in self._window.shardings.items():
                 out[name] = sharding.whole(out[name])
@@ -240,23 +242,14 @@ class LatestWeightAverager:
         """
         n = self._window_size(k)
         live = live_tensors(model)
-        used: dict[str, Tensor] = {}
-        for layout in (self._window.averaged, self._window.kept):
-            for name, (shape, _) in layout.signature().items():
-                tensor = live.get(name)
-                if tensor is None or tensor.shape != shape:
-                    found = "no such tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
-                    raise LayoutError(
-                        f"tensor {name!r} was collected with shape {tuple(shape)} and this model "
-                        f"has {found}: swap into the model that was collected from."
-                    )
-                used[name] = tensor
+        window = self._window
+        used = find_targets(live, {**window.averaged.signature(), **window.kept.signature()})
         # Names that were tied when they were collected and are not in this model.
-        untied = {a: name for a, name in self._window.ties.items() if a in live and name in used}
+        untied = {a: name for a, name in window.ties.items() if a in live and name in used}
         weights = (coefficients or self._coefficients).weights(n)
 
         def write() -> None:
-            self._window.mean_into(used, n, weights)
+            window.mean_into(used, n, weights)
             for alias, name in untied.items():
                 live[alias].copy_(used[name])
 
@@ -377,23 +370,6 @@ class LatestWeightAverager:
             raise NotReadyError(f"{len(self)} of {self.k} snapshots were collected; {hint}")
         return len(self)
 
-    def _allocate(
-        self, dtype: torch.dtype | None, device: torch.device | None
-    ) -> dict[str, Tensor]:
-        """Room for an average: a tensor of its own for each name."""
-        out: dict[str, Tensor] = {}
-        for layout, wanted in ((self._window.averaged, dtype), (self._window.kept, None)):
-            for group in layout.groups:
-                home = torch.device("cpu") if self._window.on_host else group.device
-                for e in group.entries:
-                    out[e.name] = torch.empty_strided(
-                        e.shape,
-                        e.stride,
-                        dtype=_real_or_complex(group.dtype, wanted),
-                        device=device or home,
-                    )
-        return out
-
     def _counters(self) -> dict[str, Any]:
         return {
             "num_steps": self._num_steps,
@@ -413,9 +389,3 @@ def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
     if not any(value is c or (type(value) is type(c) and value == c) for c in choices):
         wanted = ", ".join(repr(c) for c in choices)
         raise ConfigError(f"{name}={value!r}: choose one of {wanted}.")
-
-
-def _real_or_complex(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    if wanted is None:
-        return own
-    return wanted.to_complex() if own.is_complex else wanted

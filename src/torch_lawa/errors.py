@@ -13,6 +13,7 @@ __all__ = [
     "NonFiniteWarning",
     "NotReadyError",
     "OutputError",
+    "RankError",
     "StateError",
     "StoreError",
     "SwapError",
@@ -61,6 +62,10 @@ class OutputError(LawaError):
 
 class BatchNormError(LawaError):
     """BatchNorm statistics could not be re-estimated."""
+
+
+class RankError(LawaError):
+    """Some processes of a group are not where the others are."""
 
 
 class NonFiniteWarning(UserWarning):

@@ -1,7 +1,7 @@
 """Lending averaged weights to a model: by `copy_` into its own tensors, and always back."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch_lawa.core.modes import ordinary_mode
 from torch_lawa.core.selection import unwrap, write_into
 from torch_lawa.core.shards import local, reshard
-from torch_lawa.errors import SwapError
+from torch_lawa.errors import LayoutError, SwapError
 
-__all__ = ["lend", "refuse_if_lent"]
+__all__ = ["find_targets", "lend", "refuse_if_lent"]
 
 _lent: dict[int, nn.Module] = {}  # by id: a module may define its own equality
 
@@ -23,6 +23,23 @@ def refuse_if_lent(model: nn.Module, act: str) -> None:
             f"{act} while the model holds averaged weights: leave the `with "
             "averager.swapped_into(model)` block first."
         )
+
+
+def find_targets(
+    live: Mapping[str, Tensor], collected: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> dict[str, Tensor]:
+    """The tensors of a model that take what was collected; refused if one is not there."""
+    found = {}
+    for name, (shape, _) in collected.items():
+        tensor = live.get(name)
+        if tensor is None or tensor.shape != shape:
+            there = "no such tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
+            raise LayoutError(
+                f"tensor {name!r} was collected with shape {tuple(shape)} and this model has "
+                f"{there}: swap into the model that was collected from."
+            )
+        found[name] = tensor
+    return found
 
 
 @contextlib.contextmanager

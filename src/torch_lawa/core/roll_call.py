@@ -23,22 +23,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_lawa.errors import LawaError
+from torch_lawa.errors import RankError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["RankError", "absence_explained", "roll_call"]
+__all__ = ["absence_explained", "roll_call"]
 
 _SHARE = 0.9  # of the group's timeout, at which NCCL would end a process before it can speak
 _AFTERWARDS = 5.0  # seconds in which all have noticed the same failure; torchrun gives them 30
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.05  # seconds between two looks at the store
 _LOOK_AROUND = 0.5  # seconds between two looks whether the processes of this machine live
 _MANY = 8
-
-
-class RankError(LawaError):
-    """Some processes of a group are not where the others are."""
 
 
 def roll_call(where: str, group: "ProcessGroup | None" = None) -> None:

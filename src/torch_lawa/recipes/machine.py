@@ -11,8 +11,8 @@ from types import FrameType
 
 import torch
 
-from torch_lawa.core.roll_call import RankError, absence_explained, roll_call
-from torch_lawa.errors import ConfigError, LawaError
+from torch_lawa.core.roll_call import absence_explained, roll_call
+from torch_lawa.errors import ConfigError, LawaError, RankError
 from torch_lawa.recipes.task import Place
 
 __all__ = ["StopSignal", "choose_place", "joined", "repeatable"]

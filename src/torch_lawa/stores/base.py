@@ -92,6 +92,21 @@ class Layout:
         groups.sort(key=lambda group: -group.stored.itemsize)
         return Layout(tuple(groups))
 
+    def allocate(
+        self, dtype: torch.dtype | None, device: torch.device | str | None
+    ) -> dict[str, Tensor]:
+        """A tensor of its own for each name: of its own dtype and on its device, or on another."""
+        room = {}
+        for group in self.groups:
+            wanted = dtype or group.dtype
+            if group.dtype.is_complex and not wanted.is_complex:
+                wanted = wanted.to_complex()
+            for e in group.entries:
+                room[e.name] = torch.empty_strided(
+                    e.shape, e.stride, dtype=wanted, device=device or group.device
+                )
+        return room
+
     @property
     def nbytes(self) -> int:
         """The size of one snapshot."""
