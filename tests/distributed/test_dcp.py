@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
+from sharded_support import refill
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from torch_lawa import LatestWeightAverager
 from torch_lawa.errors import StateError
@@ -27,20 +28,9 @@ def net(*, shard: bool) -> nn.Module:
     return fully_shard(model) if shard else model
 
 
-def change(model: nn.Module, step: int) -> None:
-    generator = torch.Generator().manual_seed(step)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            value = torch.randn(parameter.shape, generator=generator)
-            if isinstance(parameter, DTensor):
-                value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
-            parameter.copy_(value)
-        model[1].running_mean.fill_(step)  # type: ignore[index, union-attr, operator]
-
-
 def collect(model: nn.Module, averager: LatestWeightAverager, steps: range) -> None:
     for step in steps:
-        change(model, step)
+        refill(model, step)
         averager.collect(model, step=step)
 
 

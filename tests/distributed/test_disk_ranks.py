@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
+from sharded_support import refill
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tensor, init_device_mesh
@@ -33,14 +34,7 @@ def net() -> nn.Module:
 
 def collect(model: nn.Module, averager: LatestWeightAverager, steps: range) -> None:
     for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                value = torch.randn(parameter.shape, generator=generator)
-                if isinstance(parameter, DTensor):
-                    value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
-                parameter.copy_(value)
-            model[1].running_mean.fill_(step)  # type: ignore[index, union-attr, operator]
+        refill(model, step)
         averager.collect(model, step=step)
 
 

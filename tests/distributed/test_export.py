@@ -16,11 +16,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
 from safetensors.torch import load_file
+from sharded_support import Net, refill
 from support import same_bits
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -32,21 +33,6 @@ from torch_lawa.export import saving, writing
 
 STEPS, K = 4, 3
 WEIGHTS = "model.safetensors"
-
-
-class Net(nn.Module):
-    """Uneven sizes, parts that are empty on some rank, a tie, BatchNorm, a frozen layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.norm = nn.BatchNorm1d(6)
-        self.wide = nn.Linear(6, 8)
-        self.narrow = nn.Linear(8, 6)
-        self.small = nn.Linear(6, 1)
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-        self.frozen = nn.Linear(6, 3).requires_grad_(False)
 
 
 def plain() -> Net:
@@ -76,26 +62,10 @@ def sharded(how: str) -> nn.Module:
     return fully_shard(net)
 
 
-def change(model: nn.Module, step: int) -> None:
-    """New values: the same on every rank and in the plain model."""
-    generator = torch.Generator().manual_seed(step)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            value = torch.randn(parameter.shape, generator=generator)
-            if not parameter.requires_grad:
-                continue
-            if isinstance(parameter, DTensor):
-                value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
-            parameter.copy_(value)
-        for name, buffer in model.named_buffers():
-            if name.endswith("running_mean"):
-                buffer.fill_(step)
-
-
 def collected(model: nn.Module, **how: Any) -> LatestWeightAverager:
     averager = LatestWeightAverager(k=K, **how)
     for step in range(STEPS):
-        change(model, step)
+        refill(model, step)
         averager.collect(model, step=step + 1)
     return averager
 
@@ -104,7 +74,7 @@ def mean_by_hand() -> dict[str, Tensor]:
     """float64, oldest first; what is not averaged as it was last."""
     model, states = plain(), []
     for step in range(STEPS):
-        change(model, step)
+        refill(model, step)
         states.append({n: t.clone() for n, t in model.state_dict().items()})
     trained = {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     return {
@@ -417,7 +387,7 @@ def of_transformers(rank: int, folder: str) -> None:
     fully_shard(model)
     averager = LatestWeightAverager(k=K)
     for step in range(STEPS):
-        change(model, step)
+        refill(model, step)
         averager.collect(model, step=step + 1)
         dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/run/step_{step + 1}")
     averager.save_pretrained(f"{folder}/out", model, max_shard_size="1kB")
@@ -436,7 +406,7 @@ def test_transformers_loads_it_and_files_give_the_same(pair: tuple[Path, Any]) -
     assert not info["unexpected_keys"]
     model, averager = tiny_gpt2(), LatestWeightAverager(k=K)
     for step in range(STEPS):
-        change(model, step)
+        refill(model, step)
         averager.collect(model)
     for name, tensor in averager.average().items():
         assert same_bits(loaded.state_dict()[name], tensor), name

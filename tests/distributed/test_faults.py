@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
+from sharded_support import refill
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from training import run, smoke_plan
 
 from torch_lawa import LatestWeightAverager, OnPlateau, recalibrate_batch_norm
@@ -219,17 +220,6 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 1))
 
 
-def change(model: nn.Module, step: int) -> None:
-    generator = torch.Generator().manual_seed(step)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            value = torch.randn(parameter.shape, generator=generator)
-            if isinstance(parameter, DTensor):
-                value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
-            parameter.copy_(value)
-        model[1].running_mean.fill_(step)  # type: ignore[index, union-attr, operator]
-
-
 def save_in_a_loop(folder: str, last: int) -> None:
     """A user's loop: a checkpoint in a new folder after every step; on from the last whole one."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -243,7 +233,7 @@ def save_in_a_loop(folder: str, last: int) -> None:
         model.load_state_dict(state["model"])  # type: ignore[arg-type]
         first = int(state["step"]) + 1  # type: ignore[call-overload]
     for step in range(first, last + 1):
-        change(model, step)
+        refill(model, step)
         averager.collect(model, step=step)
         state = {"model": model.state_dict(), "averager": averager, "step": step}
         dcp.save(state, checkpoint_id=Path(folder) / f"step-{step:04d}")
@@ -289,7 +279,7 @@ def test_killed_while_a_user_saves(
     assert len(list(tmp_path.glob("end-*"))) == 2, again.stderr
     model, snapshots = net(), []
     for step in (4, 5, 6):
-        change(model, step)
+        refill(model, step)
         snapshots.append({n: t.double().clone() for n, t in model.named_parameters()})
     for each in range(2):
         found = torch.load(tmp_path / f"end-{each}.pt", weights_only=True)

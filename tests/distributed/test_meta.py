@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
+from sharded_support import refill
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from torch_lawa import LatestWeightAverager
 from torch_lawa.errors import LayoutError
@@ -29,22 +30,9 @@ def on_meta() -> nn.Module:
         return fully_shard(net())
 
 
-def change(model: nn.Module, step: int) -> None:
-    """New values for everything, the same whatever the sharding."""
-    generator = torch.Generator().manual_seed(step)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            value = torch.randn(parameter.shape, generator=generator)
-            if isinstance(parameter, DTensor):
-                value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
-            parameter.copy_(value)
-        for buffer in model.buffers():
-            buffer.fill_(step)
-
-
 def collect(model: nn.Module, averager: LatestWeightAverager, steps: range) -> None:
     for step in steps:
-        change(model, step)
+        refill(model, step)
         averager.collect(model, step=step)
 
 
@@ -108,7 +96,7 @@ def expected(last: int) -> dict[str, Tensor]:
     """The mean by hand, in float64; buffers of the newest."""
     model, snapshots = net(), []
     for step in range(last - K + 1, last + 1):
-        change(model, step)
+        refill(model, step)
         snapshots.append({n: t.double().clone() for n, t in model.state_dict().items()})
     mean = {n: torch.stack([s[n] for s in snapshots]).sum(0) / K for n in snapshots[0]}
     buffers = {name for name, _ in model.named_buffers()}

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import on_ranks
+from sharded_support import Net
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -19,26 +20,6 @@ from torch.distributed.tensor.parallel import (
 from torch_lawa import Exponential, LatestWeightAverager
 
 STEPS, K = 5, 3
-
-
-class Net(nn.Module):
-    """Uneven sizes, a tied weight, an empty part on some rank, BatchNorm, a frozen layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.norm = nn.BatchNorm1d(6)
-        self.wide = nn.Linear(6, 8)
-        self.narrow = nn.Linear(8, 6)
-        self.small = nn.Linear(6, 1)
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-        self.frozen = nn.Linear(6, 3)
-        self.frozen.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.narrow(torch.relu(self.wide(self.norm(self.embed(x)))))
-        return self.head(hidden + self.small(hidden) + self.frozen(hidden).mean(1, keepdim=True))
 
 
 def plain() -> Net:
