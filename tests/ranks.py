@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import secrets
 import socket
 import sys
 import tempfile
@@ -15,6 +16,21 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
+def free_port() -> int:
+    """A port nobody listens on, below those the system hands to outgoing connections.
+
+    One of the system's own choosing may be handed out again before the first rank listens.
+    """
+    while True:
+        port = 20000 + secrets.randbelow(12000)  # the global generator may be seeded
+        with socket.socket() as trial:
+            try:
+                trial.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+
+
 def on_ranks(
     world_size: int, function: Callable[..., Any], *arguments: Any, join: bool = True
 ) -> list[Any]:
@@ -25,9 +41,7 @@ def on_ranks(
     """
     module = sys.modules[function.__module__]
     assert module.__file__ is not None
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
             _work,

@@ -5,7 +5,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import free_port, on_ranks
 from sharded_support import refill
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -210,15 +209,12 @@ class Attempts:
         self.attempts: list[int] = []  # the last step that each attempt took over
 
     def start(self, last: int, **faults: int) -> "list[subprocess.Popen[str]]":
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         arguments = [str(self.folder), len(self.attempts), self.size, last, faults]
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(sys.path),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": "2",
         }
         return [
