@@ -238,7 +238,8 @@ class LatestWeightAverager:
 
         Values are copied into the model's own tensors, so optimizers, compiled graphs and CUDA
         graphs stay valid. Buffers return as well, so BatchNorm statistics may be re-estimated
-        inside the block. It costs one copy of the weights on their device while it lasts.
+        inside the block. While it lasts it takes one copy of the weights on their device: that of
+        which `collect` has made use already where the store is not the device itself.
         """
         n = self._window_size(k)
         live = live_tensors(model)
@@ -253,7 +254,8 @@ class LatestWeightAverager:
             for alias, name in untied.items():
                 live[alias].copy_(used[name])
 
-        return lend(model, [*used.values(), *(live[alias] for alias in untied)], write)
+        touched = {**used, **{alias: live[alias] for alias in untied}}
+        return lend(model, touched, write, window.idle_memory())
 
     def save_pretrained(
         self,

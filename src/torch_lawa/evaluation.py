@@ -111,7 +111,7 @@ def evaluate_side_by_side(
         values = evaluate(model)
     note(values, clock.take(), **raw, batch_norm=None)
     if control and "re-estimated" in policies:
-        with lend(model, (), lambda: None):  # the statistics return at the end
+        with lend(model, {}, lambda: None):  # the statistics return at the end
             values = measure("re-estimated")
         note(values, clock.take(), **raw, batch_norm="re-estimated")
     for k, rule in averages:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -43,32 +44,51 @@ def find_targets(
 
 
 @contextlib.contextmanager
-def lend(model: nn.Module, tensors: Iterable[Tensor], write: Callable[[], None]) -> Iterator[None]:
+def lend(
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    write: Callable[[], None],
+    idle_memory: AbstractContextManager[Mapping[str, Tensor]] | None = None,
+) -> Iterator[None]:
     """Call `write`, which changes `tensors` and maybe buffers of `model`; undo it at the end.
 
-    Undone are the given tensors and all buffers, also those that only the block changed.
+    Undone are the given tensors and all buffers, also those that only the block changed. Their
+    values are kept in `idle_memory` where it has room for a tensor of that name.
     """
     refuse_if_lent(model, "swapped_into was called")
     inner = unwrap(model)
     reshard(inner)
-    touched = list({id(t): t for t in (*tensors, *map(local, inner.buffers()))}.values())
-    with ordinary_mode():
-        before = [torch.empty_like(t, requires_grad=False) for t in touched]
-        _copy(before, touched)
-    _lent[id(inner)] = inner
-    try:
-        _let_copies_end(touched)
+    with idle_memory or contextlib.nullcontext({}) as room:
+        found = {id(tensor): (tensor, room.get(name)) for name, tensor in tensors.items()}
+        for buffer in map(local, inner.buffers()):
+            found.setdefault(id(buffer), (buffer, None))
+        touched = [tensor for tensor, _ in found.values()]
         with ordinary_mode():
-            write()
-        _forget_casts()
-        yield
-    finally:
-        del _lent[id(inner)]
-        reshard(inner)
-        _let_copies_end(touched)
-        with ordinary_mode():
-            _copy(touched, before)
-        _forget_casts()
+            before = [_room_for(tensor, offered) for tensor, offered in found.values()]
+            _copy(before, touched)
+        _lent[id(inner)] = inner
+        try:
+            _let_copies_end(touched)
+            with ordinary_mode():
+                write()
+            _forget_casts()
+            yield
+        finally:
+            del _lent[id(inner)]
+            reshard(inner)
+            _let_copies_end(touched)
+            with ordinary_mode():
+                _copy(touched, before)
+            _forget_casts()
+
+
+def _room_for(tensor: Tensor, offered: Tensor | None) -> Tensor:
+    """Memory for its values: what is offered, if they fit in there, or new."""
+    if offered is not None and all(
+        getattr(offered, fact) == getattr(tensor, fact) for fact in ("shape", "dtype", "device")
+    ):
+        return offered
+    return torch.empty_like(tensor, requires_grad=False)
 
 
 def _forget_casts() -> None:

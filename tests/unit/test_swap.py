@@ -1,5 +1,7 @@
 """Lending the mean to a model: always returned, nothing rebound, nothing nested."""
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given
@@ -233,3 +235,20 @@ def test_a_model_without_values_takes_none() -> None:
     with pytest.raises(LayoutError, match=r"on the meta device .* materialise"):
         with averager.swapped_into(empty):
             pass
+
+
+def test_the_models_own_values_wait_in_idle_memory_where_they_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, averager = trained()
+    before, mean = state(model), averager.average()
+    room = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
+    room["4.weight"] = torch.zeros(before["4.weight"].shape, dtype=torch.bfloat16)
+    del room["4.bias"]
+    monkeypatch.setattr(averager._window, "idle_memory", lambda: contextlib.nullcontext(room))
+    with averager.swapped_into(model):
+        assert_same_state(state(model), mean)
+        taken = {name for name, tensor in room.items() if torch.equal(tensor, before[name])}
+        assert set(before) - taken == {"4.weight", "4.bias"}
+        assert not room["4.weight"].any()
+    assert_same_state(state(model), before)

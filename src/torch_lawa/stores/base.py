@@ -6,6 +6,7 @@ and is averaged in blocks that ignore where one weight ends and the next begins.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -275,6 +276,10 @@ class Store(ABC):
     @abstractmethod
     def wait(self) -> None:
         """Return when everything that was put is where it belongs."""
+
+    def idle_memory(self) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """Room on the model's device, by tensor, that nothing else uses while the block lasts."""
+        return nullcontext({})
 
     @abstractmethod
     def clear(self) -> None:

@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch_lawa.errors import StoreError
 from torch_lawa.stores.base import Buffer, Content, Found, Layout, Snapshot, Store
 from torch_lawa.stores.disk_manifest import MANIFEST, Manifest, Row, entries
 from torch_lawa.stores.disk_ranks import SPARE, Ranks, Report, agree
-from torch_lawa.stores.memory import Stage
+from torch_lawa.stores.memory import Stage, idle_memory
 
 __all__ = ["DiskStore"]
 
@@ -184,6 +185,10 @@ class DiskStore(Store):
                     f"{self.folder}: the last snapshot could not be written ({error}). The window "
                     "before it is intact; make room or mend the folder, then collect again."
                 ) from error
+
+    def idle_memory(self) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """The staging buffers."""
+        return idle_memory(self._stages)
 
     def clear(self) -> None:
         """Drop every snapshot and its file."""

@@ -6,7 +6,8 @@ Buffers are allocated once and reused, so that a snapshot is a copy and nothing 
 import contextlib
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from torch_lawa.stores.base import Buffer, Content, Layout, Snapshot, Store
 
-__all__ = ["DeviceStore", "HostStore", "Stage"]
+__all__ = ["DeviceStore", "HostStore", "Stage", "idle_memory"]
 
 _CPU = torch.device("cpu")
 
@@ -135,6 +136,10 @@ class HostStore(DeviceStore):
         for stage in self._stages.values():
             stage.wait()
 
+    def idle_memory(self) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """The staging buffers."""
+        return idle_memory(self._stages.values())
+
     def describe(self) -> str:
         """Where they are."""
         return "host memory"
@@ -144,6 +149,16 @@ class HostStore(DeviceStore):
 
     def _copy(self, layout: Layout, buffers: list[Buffer], tensors: Mapping[str, Tensor]) -> None:
         self._stages[id(layout)].copy(buffers, tensors)
+
+
+@contextlib.contextmanager
+def idle_memory(stages: Iterable["Stage"]) -> Iterator[dict[str, Tensor]]:
+    """What the staging buffers of several stages have room for."""
+    with contextlib.ExitStack() as stack:
+        room: dict[str, Tensor] = {}
+        for stage in stages:
+            room.update(stack.enter_context(stage.idle()))
+        yield room
 
 
 class Stage:
@@ -190,6 +205,30 @@ class Stage:
                     source.record_stream(stream)
                     target.copy_(source, non_blocking=True)
             self._arrived[device] = stream.record_event()
+
+    @contextlib.contextmanager
+    def idle(self) -> Iterator[dict[str, Tensor]]:
+        """The staging memory, by tensor; a snapshot that is taken meanwhile gets other memory."""
+        staging, self._staging = self._staging, {}
+        room: dict[str, Tensor] = {}
+        for i, buffer in staging.items():
+            group = self._groups[i]
+            if group.device in self._arrived:
+                torch.cuda.current_stream(group.device).wait_event(self._arrived[group.device])
+            if group.stored == group.dtype:
+                room.update((entry.name, entry.view(buffer.flat)) for entry in group.entries)
+        try:
+            yield room
+        finally:
+            for i, buffer in staging.items():
+                # The next snapshot may come on another stream than the one that reads here.
+                device = self._groups[i].device
+                stream = self._stream(device)
+                stream.wait_stream(torch.cuda.current_stream(device))
+                buffer.flat.record_stream(stream)
+                self._arrived[device] = stream.record_event()
+            if not self._staging:
+                self._staging = staging
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:

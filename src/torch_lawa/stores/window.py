@@ -3,6 +3,7 @@
 import hashlib
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
@@ -167,6 +168,10 @@ class Window:
     def wait(self) -> None:
         """Return when every snapshot is where it belongs."""
         self._store.wait()
+
+    def idle_memory(self) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """Room on the model's device, by tensor, that nothing else uses while the block lasts."""
+        return self._store.idle_memory()
 
     def describe(self) -> str:
         """Size and place, in a few words."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torch_lawa.stores import memory
-from torch_lawa.stores.base import Content, Entry, Group, Layout, Snapshot
+from torch_lawa.stores.base import Buffer, Content, Entry, Group, Layout, Snapshot
 from torch_lawa.stores.memory import DeviceStore, HostStore
 
 
@@ -98,3 +98,47 @@ def test_a_window_on_a_gpu_is_ordered_over_streams(monkeypatch: pytest.MonkeyPat
     told.clear()
     store.flats(store.snapshots[-1])
     assert told == ["caller waits for second"]
+
+
+def test_idle_staging_memory_goes_to_one_swap_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And comes back, unless a snapshot meanwhile has made other memory."""
+    told: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_event(self, event: str) -> None:
+            told.append(f"{self.name} waits for {event}")
+
+        def wait_stream(self, other: "Stream") -> None:
+            told.append(f"{self.name} waits for {other.name}")
+
+        def record_event(self) -> str:
+            return f"{self.name}, {len(told)}"
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("caller"))
+    monkeypatch.setattr(memory.Stage, "_stream", lambda *_: Stream("ours"))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    [wide] = layout("cpu").groups
+    entry = Entry("half", torch.Size([4]), (1,), 0, 4)
+    narrow = Group(wide.device, torch.float32, torch.bfloat16, 4, (entry,))
+    stage = memory.Stage(Layout((wide, narrow)))
+    first = {i: Buffer(group) for i, group in enumerate((wide, narrow))}
+    stage._staging, stage._arrived = first, {wide.device: "the last snapshot"}  # type: ignore[dict-item]
+
+    with pytest.raises(ZeroDivisionError), stage.idle() as room:
+        assert told == ["caller waits for the last snapshot"] * 2
+        assert list(room) == ["w"]  # what is stored in fewer bits does not fit
+        assert room["w"].data_ptr() == first[0].flat.data_ptr()
+        with stage.idle() as nothing:
+            assert nothing == {}
+        raise ZeroDivisionError
+    assert stage._staging is first
+    assert told[2:] == ["ours waits for caller"] * 2
+    assert stage._arrived == {wide.device: "ours, 4"}  # for which the next snapshot waits
+
+    other = {0: Buffer(wide)}
+    with stage.idle():
+        stage._staging = other
+    assert stage._staging is other
