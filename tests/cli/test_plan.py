@@ -52,7 +52,7 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert row(shown, "time between two snapshots") == ["6.67 min"]
     assert row(shown, "read the mean of 6") == ["71 ms"]
     assert row(shown, "time to write that") == ["5.25 s"]
-    assert shown.splitlines()[-1] == "FITS, with 82.6 GB a GPU left for activations."
+    assert shown.splitlines()[-1] == "FITS, with 83.2 GB a GPU left for activations."
     assert "--pcie-gbs               55 GB/s   H200, one GPU" in shown
 
 

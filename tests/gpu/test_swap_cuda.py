@@ -17,9 +17,11 @@ pytestmark = [
 MIB = 2**20
 
 
-def collected(kind: str, folder: Path, model: nn.Module) -> LatestWeightAverager:
+def collected(
+    kind: str, folder: Path, model: nn.Module, storage_dtype: torch.dtype | None = None
+) -> LatestWeightAverager:
     store = DiskStore(folder / "window") if kind == "disk" else "host"
-    averager = LatestWeightAverager(k=2, store=store)  # type: ignore[arg-type]
+    averager = LatestWeightAverager(k=2, store=store, storage_dtype=storage_dtype)  # type: ignore[arg-type]
     for value in (1.0, 4.0):
         fill(model, value)
         averager.collect(model)
@@ -37,13 +39,16 @@ def values(tensor: Tensor) -> list[float]:
     return tensor.unique().tolist()  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("storage_dtype", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["host", "disk"])
-def test_the_gpu_holds_one_copy_more_swapped_or_not(kind: str, tmp_path: Path) -> None:
+def test_the_gpu_holds_one_copy_more_swapped_or_not(
+    kind: str, storage_dtype: torch.dtype | None, tmp_path: Path
+) -> None:
     model = nn.Linear(16384, 8192, device="cuda")  # 512 MiB
     size = sum(p.numel() * 4 for p in model.parameters())
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    averager = collected(kind, tmp_path, model)
+    averager = collected(kind, tmp_path, model, storage_dtype)
     averager.wait()
     for _ in range(3):
         with averager.swapped_into(model):

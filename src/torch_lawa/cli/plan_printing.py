@@ -84,7 +84,8 @@ def _memory(cost: Cost) -> Iterator[_Row]:
     yield f"GPU memory: training, {copies}", (format_bytes(cost.gpu_training),)
     kind = "the window" if run.store == "device" else "one snapshot on its way"
     yield f"  averaging: {kind}", (format_bytes(cost.gpu_added),)
-    yield "  more, while the mean is in the model", (format_bytes(cost.gpu_lent),)
+    if cost.gpu_lent:
+        yield "  more, while the mean is in the model", (format_bytes(cost.gpu_lent),)
     if cost.gpu_left >= 0:
         left = f"  left of {machine.gpu_memory_gib:g} GiB, for activations"
         yield left, (format_bytes(cost.gpu_left),)

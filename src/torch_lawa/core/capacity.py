@@ -130,7 +130,7 @@ class Cost:
     window: Bytes
     gpu_training: int  # weights, gradients, optimizer: there without averaging
     gpu_added: int  # as long as the averager lives
-    gpu_lent: int  # more, while the mean is in the model: the model's own weights
+    gpu_lent: int  # more, while the mean is in the model: its own weights, beyond idle staging
     host: Bytes  # as long as the averager lives
     host_result: Bytes  # more, for what average() returns
     disk: Bytes  # at the most: the old window and the new file
@@ -210,7 +210,7 @@ def cost_of(run: Run) -> Cost:
         window=Bytes.of(run, window),
         gpu_training=round(machine.state_copies * weights),
         gpu_added=window if on_device else staged,
-        gpu_lent=weights,
+        gpu_lent=weights - staged,
         host=Bytes.of(run, {"host": window, "disk": snapshot, "device": 0}[run.store]),
         host_result=Bytes.of(run, 0 if on_device else weights),
         disk=Bytes.of(run, window + snapshot if on_disk else 0),

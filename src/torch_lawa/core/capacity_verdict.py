@@ -65,11 +65,13 @@ def _problems(cost: Cost) -> Iterator[Problem]:
         )
         return
     if cost.gpu_left < 0:
+        lent = ""
+        if cost.gpu_lent:
+            lent = f", and {format_bytes(cost.gpu_lent)} more while the mean is in the model,"
         yield Problem(
             "gpu",
-            f"GPU memory: training ({format_bytes(cost.gpu_training)}), averaging "
-            f"({format_bytes(cost.gpu_added)}) and the weights set aside while the mean is in the "
-            f"model ({format_bytes(cost.gpu_lent)}) are {format_bytes(cost.gpu_peak)} a GPU, "
+            f"GPU memory: training ({format_bytes(cost.gpu_training)}) and averaging "
+            f"({format_bytes(cost.gpu_added)}){lent} are {format_bytes(cost.gpu_peak)} a GPU, "
             f"which has {format_bytes(gpu)}",
         )
     if cost.host_peak > machine.host_share * ram:

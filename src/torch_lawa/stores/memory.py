@@ -208,17 +208,20 @@ class Stage:
 
     @contextlib.contextmanager
     def idle(self) -> Iterator[dict[str, Tensor]]:
-        """The staging memory, by tensor; a snapshot that is taken meanwhile gets other memory."""
-        staging, self._staging = self._staging, {}
-        room: dict[str, Tensor] = {}
-        for i, buffer in staging.items():
-            group = self._groups[i]
-            if group.device in self._arrived:
-                torch.cuda.current_stream(group.device).wait_event(self._arrived[group.device])
-            if group.stored == group.dtype:
-                room.update((entry.name, entry.view(buffer.flat)) for entry in group.entries)
+        """The staging memory, by tensor; a snapshot that is taken meanwhile gets other memory.
+
+        Staging buffers narrower than their tensors would not do: their memory is given up.
+        """
+        self.wait()
+        fitting = {i for i, group in enumerate(self._groups) if group.stored == group.dtype}
+        staging = {i: buffer for i, buffer in self._staging.items() if i in fitting}
+        self._staging = {}
         try:
-            yield room
+            yield {
+                entry.name: entry.view(buffer.flat)
+                for i, buffer in staging.items()
+                for entry in self._groups[i].entries
+            }
         finally:
             for i, buffer in staging.items():
                 # The next snapshot may come on another stream than the one that reads here.

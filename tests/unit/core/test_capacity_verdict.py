@@ -36,14 +36,14 @@ def following(run: Run, advice: str) -> Run:
 
 
 def test_the_limit_of_gpu_memory_is_where_it_should_be() -> None:
-    """6 copies of 4 GB: 4 of training, one on its way, one set aside; in 24 GB, to the byte."""
-    exact = Machine(gpu_memory_gib=24e9 / 2**30)
+    """5 copies of 4 GB: 4 of training, one on its way or set aside; in 20 GB, to the byte."""
+    exact = Machine(gpu_memory_gib=20e9 / 2**30)
     run = Run(params=8 * 10**9, gpus=8, machine=exact)
     assert judge(cost_of(run)).fits
     assert cost_of(run).gpu_left == 0
     verdict = judge(cost_of(replace(run, params=8 * 10**9 + 8)))
     assert kinds(verdict) == ["gpu"]
-    assert "are 24 GB a GPU, which has 24 GB" in verdict.problems[0].text
+    assert "are 20 GB a GPU, which has 20 GB" in verdict.problems[0].text
 
 
 def test_the_limit_of_host_memory_counts_what_average_returns() -> None:
