@@ -71,7 +71,8 @@ class MaskedLanguageTask:
         """The sequences in random order, masked anew each time; a last part batch is dropped."""
         size, place = self._config.batch_size, self._place
         generator = seeded(torch.device("cpu"), self._seed, epoch)
-        order = torch.randperm(len(self._train), generator=generator)
+        # Where the rows are, once for all steps: a copy in each would wait for the one before.
+        order = torch.randperm(len(self._train), generator=generator).to(self._train.home)
         for number in range(first, self.num_batches):
             rows = order[number * size : (number + 1) * size][place.share(size)]
             step = epoch * self.num_batches + number

@@ -33,6 +33,11 @@ class Sequences:
         self._rows = tensor.to(device) if rows.nbytes <= _MOST_ON_DEVICE else tensor
         self._device = device
 
+    @property
+    def home(self) -> torch.device:
+        """Where the ids lie: the device, or the host."""
+        return self._rows.device
+
     def __len__(self) -> int:
         return len(self._rows)
 
