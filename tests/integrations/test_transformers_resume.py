@@ -242,13 +242,14 @@ def test_a_run_with_an_adapter_goes_on_exactly(name: str, tmp_path: Path) -> Non
     )
 
 
-def test_the_best_averaged_adapter_is_loaded_at_the_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["default", "mine"])
+def test_the_best_averaged_adapter_is_loaded_at_the_end(name: str, tmp_path: Path) -> None:
     recorder = Recorder()
     ran = trainer(
         tmp_path,
         averaging(k=2),
         recorder,
-        model=with_adapter(),
+        model=with_adapter(name),
         learning_rate=1.0,
         load_best_model_at_end=True,
         metric_for_best_model="eval_averaged_loss",

@@ -6,6 +6,7 @@ Also how work is done beside a run without being seen by it: with random numbers
 import contextlib
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +43,12 @@ class AverageStatistics:
                 buffer.copy_(value)
             return
         parallel = trainer.args.world_size > 1
+
+        def forward(model: nn.Module, batch: Any) -> None:
+            # As in training: a trainer may take from a batch what is not for the model.
+            with trainer.compute_loss_context_manager():
+                trainer.compute_loss(model, trainer._prepare_inputs(batch))
+
         with same_random_numbers(trainer.args.device):
             # Not the loader that training is in the middle of.
             loader = trainer.get_train_dataloader()
@@ -50,7 +57,7 @@ class AverageStatistics:
                     model,
                     loader,
                     self._num_batches,
-                    forward=lambda model, batch: model(**trainer._prepare_inputs(batch)),
+                    forward=forward,
                     group=torch.distributed.group.WORLD if parallel else None,
                 )
             finally:

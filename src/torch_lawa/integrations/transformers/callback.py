@@ -70,7 +70,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
     ) -> None:
         if metrics not in ("both", "averaged"):
             raise ConfigError(f"metrics={metrics!r}: choose 'both' or 'averaged'.")
-        if isinstance(batch_norm_batches, bool) or batch_norm_batches < 0:
+        if type(batch_norm_batches) is not int or batch_norm_batches < 0:
             raise ConfigError(
                 f"batch_norm_batches={batch_norm_batches!r}: give a number of batches, or 0."
             )
@@ -203,13 +203,13 @@ class LatestWeightAveragingCallback(TrainerCallback):
         if self._frozen == frozen:
             self.averager.reset()
             return
-        self.averager = LatestWeightAverager(store=self._store, frozen=frozen, **self._options)
-        self._frozen = frozen
-        if len(self.averager) and not resuming:
+        averager = LatestWeightAverager(store=self._store, frozen=frozen, **self._options)
+        if len(averager) and not resuming:
             raise ConfigError(
-                f"the store holds snapshots of an earlier run already (steps "
-                f"{self.averager.steps}): resume that run, or give a DiskStore on a new folder."
+                f"the store holds snapshots of an earlier run already (steps {averager.steps}): "
+                "resume that run, or give a DiskStore on a new folder."
             )
+        self.averager, self._frozen = averager, frozen
 
     def _require_trainer(self) -> None:
         if not self.attached:

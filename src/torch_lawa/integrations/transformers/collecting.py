@@ -76,23 +76,24 @@ class Collecting:
         total = run.of(self.strategy)
         if total is None:
             return
-        unit = "epochs" if self.strategy == "epoch" else "steps"
-        if self._first(total) >= total:
+        unit = "whole epochs" if self.strategy == "epoch" else "steps"
+        if total and self._first(total) >= total:
             raise ConfigError(
                 f"start={self.start} leaves out the whole run of {total} {unit}: lower it."
             )
         expected = self._expected(run, total)
         if expected is not None and expected < (k if waits else 1):
             found = f"{expected} snapshot{'' if expected == 1 else 's'}"
-            often = (
-                "save more often (save_steps)"
-                if self.strategy == "save"
-                else "collect more often (collect_every)"
-            )
+            often = {
+                "save": "save more often (save_steps)",
+                "steps": "collect more often (collect_every)",
+                "epoch": "collect more often (collect_every, or collect_strategy='steps')",
+            }[self.strategy]
+            waiting = f" and the window waits for k={k}" if waits else ""
+            fewer = "lower start or k, or set before_full='average'" if waits else "or lower start"
             raise ConfigError(
-                f"this run of {total} {unit} gives {found} and the window waits for k={k}: there "
-                f"would never be an average. Train longer, {often}, lower start or k, or set "
-                "before_full='average'."
+                f"this run of {total} {unit} gives {found}{waiting}: there would never be "
+                f"an average. Train longer, {often}, {fewer}."
             )
 
     def _first(self, total: int) -> int:

@@ -6,6 +6,7 @@ inheritance.
 """
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ else:
 # Not the averaged folder itself: Trainer takes an adapter that lies in a folder of a checkpoint
 # for one that was trained, and would load it when it resumes.
 _MODEL = Path("averaged", "model")
+_PREFIX = "metric_key_prefix"
 
 
 class LatestWeightAveragingMixin(_Base):
@@ -53,53 +55,50 @@ class LatestWeightAveragingMixin(_Base):
         if averaging is not None:
             averaging.attached = True
 
-    def evaluate(
-        self,
-        eval_dataset: Any = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-        **kwargs: Any,
-    ) -> dict[str, float]:
-        """As `Trainer.evaluate`, of the weights as they are and of the average.
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As the trainer's own `evaluate`, of the weights as they are and of the average.
 
         Every metric `eval_X` has a companion `eval_averaged_X`, once there is an average. With
         `metrics="averaged"` there is one pass, and `eval_X` is of the average.
         """
         averaging = self._averaging()
         if averaging is None or self._evaluating:
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
+            return super().evaluate(*args, **kwargs)
         if self.is_in_train and self.control.should_save:
             averaging.before_save(self._trained, self.state.global_step)
         self._evaluating = True
         try:
             if averaging.metrics == "averaged":
-                with self._average(averaging):
-                    return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
+                with self._judged_average(averaging):
+                    return super().evaluate(*args, **kwargs)
             with _no_false_alarm():
-                raw = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
+                raw = super().evaluate(*args, **kwargs)
                 if not averaging.ready:
                     return raw
-                prefix = f"{metric_key_prefix}_averaged"
-                with same_random_numbers(self.args.device), self._average(averaging):
-                    averaged = super().evaluate(eval_dataset, ignore_keys, prefix, **kwargs)
+                # Trainers of other libraries put arguments of their own before the prefix.
+                names = list(inspect.signature(super().evaluate).parameters)[: len(args)]
+                if _PREFIX in names:
+                    place = names.index(_PREFIX)
+                    kwargs.update(zip(names[place:], args[place:], strict=False))
+                    args = args[:place]
+                kwargs[_PREFIX] = f"{kwargs.get(_PREFIX, 'eval')}_averaged"
+                with same_random_numbers(self.args.device), self._judged_average(averaging):
+                    averaged = super().evaluate(*args, **kwargs)
                 return {**averaged, **raw}
         finally:
             self._evaluating = False
 
-    def predict(
-        self,
-        test_dataset: Any,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "test",
-        **kwargs: Any,
-    ) -> PredictionOutput:
-        """As `Trainer.predict`, with the average where there is one.
+    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
+        """As the trainer's own `predict`, with the average where there is one.
 
+        Within an evaluation it is with the weights that are evaluated there.
         `Trainer.predict(trainer, test_dataset)` predicts with the weights as they are.
         """
         averaging = self._averaging()
-        with self._average(averaging) if averaging is not None else contextlib.nullcontext():
-            return super().predict(test_dataset, ignore_keys, metric_key_prefix, **kwargs)
+        if averaging is None or self._evaluating:
+            return super().predict(*args, **kwargs)
+        with self._judged_average(averaging):
+            return super().predict(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As `Trainer.save_model`; the averaged model goes into the folder `averaged/model`."""
@@ -172,7 +171,7 @@ class LatestWeightAveragingMixin(_Base):
             self._trained.load_state_dict(average, strict=False)
         elif averaged:
             try:  # by the Trainer's own rules, from another folder
-                self.state.best_model_checkpoint = str(best / _MODEL)
+                self.state.best_model_checkpoint = str(_adapter_in(best / _MODEL, self._trained))
                 super()._load_best_model()
             finally:
                 self.state.best_model_checkpoint = str(best)
@@ -208,6 +207,17 @@ class LatestWeightAveragingMixin(_Base):
         return averaging.metrics == "averaged" or selects_average(metric)
 
     @contextlib.contextmanager
+    def _judged_average(self, averaging: LatestWeightAveragingCallback) -> Iterator[None]:
+        """As `_average`, for an evaluation."""
+        optimizer: Any = self.optimizer
+        if averaging.ready and callable(getattr(optimizer, "eval", None)):
+            # Trainer calls it when it evaluates. Schedule-free optimizers change the weights there
+            # and back before the next step: those of training it must be, not the average.
+            optimizer.eval()
+        with self._average(averaging):
+            yield
+
+    @contextlib.contextmanager
     def _average(self, averaging: LatestWeightAveragingCallback) -> Iterator[None]:
         """Within, the model holds the average, if there is one; it has its own weights after."""
         if not averaging.ready or self._lent:
@@ -224,6 +234,13 @@ class LatestWeightAveragingMixin(_Base):
 
 class LatestWeightAveragingTrainer(LatestWeightAveragingMixin, Trainer):
     """The Transformers `Trainer` with weight averaging."""
+
+
+def _adapter_in(folder: Path, model: nn.Module) -> Path:
+    """Where PEFT saves the adapter that is trained: one with a name of its own lies deeper."""
+    active = getattr(model, "active_adapters", None)
+    named = folder / active[0] if isinstance(active, list) and active else folder
+    return named if named.is_dir() else folder
 
 
 @contextlib.contextmanager
