@@ -1,6 +1,8 @@
 """The averager in Accelerate: saved and loaded with its checkpoints, on one process and on two."""
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lawa import LatestWeightAverager
-from torch_lawa.errors import ConfigError
+from torch_lawa.errors import ConfigError, SwapError
 from torch_lawa.integrations.accelerate import register_averager
 
 K = 3
@@ -195,8 +197,9 @@ def test_two_averagers_need_two_names(tmp_path: Path) -> None:
     other = LatestWeightAverager(k=2)
     with pytest.raises(ConfigError, match="registered as 'averager' already"):
         register_averager(run.accelerator, other, run.model)
-    with pytest.raises(ConfigError, match="must be the name of a file"):
-        register_averager(run.accelerator, other, run.model, name="a/b")
+    for name in ("a/b", "", ".", ".."):
+        with pytest.raises(ConfigError, match="must be the name of a file"):
+            register_averager(run.accelerator, other, run.model, name=name)
     register_averager(run.accelerator, other, run.model, name="other")
     run.train(1, save=False)
     other.collect(run.model)
@@ -206,3 +209,27 @@ def test_two_averagers_need_two_names(tmp_path: Path) -> None:
     run.averager.reset()
     run.accelerator.load_state(str(folder))
     assert (len(run.averager), len(other)) == (K, 1)
+
+
+def test_a_mean_is_not_saved_or_loaded_as_the_model(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(1)
+    (folder,) = (tmp_path / "checkpoints").iterdir()
+    with run.averager.swapped_into(run.model):
+        with pytest.raises(SwapError, match=r"load_state .* leave the"):
+            run.accelerator.load_state(str(folder))
+        with pytest.raises(SwapError, match=r"save_state .* leave the"):
+            run.accelerator.save_state()
+
+
+def test_what_a_killed_save_left_goes_with_the_next(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(1, save=False)
+    run.accelerator.project_configuration.automatic_checkpoint_naming = False
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    (tmp_path / "last").mkdir()
+    (tmp_path / "last" / f"averager.pt.{killed.pid}.partial").write_bytes(b"half of it")
+    run.accelerator.save_state(str(tmp_path / "last"))
+    names = {path.name for path in (tmp_path / "last").iterdir()}
+    assert {name for name in names if name.startswith("averager")} == {"averager.pt"}

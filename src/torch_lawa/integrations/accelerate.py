@@ -18,6 +18,7 @@ from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.errors import ConfigError
 from torch_lawa.integrations.visible import require_visible_parameters
 from torch_lawa.integrations.window_files import load_window, save_window
+from torch_lawa.swap import refuse_if_lent
 
 __all__ = ["register_averager"]
 
@@ -62,12 +63,14 @@ class _Kept:
         model: nn.Module,
         name: str,
     ) -> None:
-        if not name or Path(name).name != name:
+        if Path(name).name != name or name in ("", ".."):
             raise ConfigError(f"name={name!r}: it must be the name of a file.")
         self.name = name
         self._accelerator, self._averager, self._model = accelerator, averager, model
 
     def __call__(self, models: Any, weights: Any, folder: str) -> None:
+        # Else a run would be resumed from the mean, and nobody would notice.
+        refuse_if_lent(self._model, "accelerator.save_state was called")
         configuration = self._accelerator.project_configuration
         writes = (
             self._accelerator.is_local_main_process
@@ -77,6 +80,7 @@ class _Kept:
         save_window(self._averager, self._model, Path(folder) / self.name, writes=writes)
 
     def load(self, models: Any, folder: str) -> None:
+        refuse_if_lent(self._model, "accelerator.load_state was called")
         if not load_window(self._averager, self._model, Path(folder) / self.name):
             logger.warning(
                 f"{folder} holds no window named {self.name!r} (it was saved without an "

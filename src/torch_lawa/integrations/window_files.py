@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torch_lawa.averager import LatestWeightAverager
-from torch_lawa.checkpoints.files import remove, replacing
+from torch_lawa.checkpoints.files import clear_stale, remove, replacing
 from torch_lawa.core.shards import is_sharded_model, reshard
 from torch_lawa.errors import StateError
 
@@ -41,6 +41,7 @@ def save_window(
         other = path
         if writes:
             path.parent.mkdir(parents=True, exist_ok=True)
+            clear_stale(file)
             with replacing(file) as out:
                 torch.save(averager.state_dict(), out)
     if writes:
