@@ -200,7 +200,11 @@ def compiled(model: nn.Module) -> nn.Module:
     return torch.compile(model, backend="eager")
 
 
-@pytest.mark.parametrize("wrap", [bare, compiled, nn.DataParallel])
+def compiled_parallel(model: nn.Module) -> nn.Module:
+    return compiled(nn.DataParallel(model))
+
+
+@pytest.mark.parametrize("wrap", [bare, compiled, nn.DataParallel, compiled_parallel])
 @pytest.mark.parametrize("saved", [False, True])
 def test_plain_names_from_an_averaged_model(tmp_path: Path, wrap: Callable, saved: bool) -> None:
     model = Net()

@@ -22,8 +22,8 @@ def to_averaged_model(
 
     Parameters are the mean of the window (or of its `k` newest snapshots), buffers follow the
     averager's rule, and `n_averaged` is the number of snapshots, so that `update_parameters` would
-    go on with the equal-weight average of all of them. BatchNorm statistics are those of the newest
-    snapshot: call `torch.optim.swa_utils.update_bn(loader, averaged)`. `model` is as it was.
+    go on with the equal-weight average of all of them. With BatchNorm in the model, call
+    `torch.optim.swa_utils.update_bn(loader, averaged)`. `model` is as it was.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> averager = LatestWeightAverager(k=2)
@@ -74,10 +74,12 @@ def from_averaged_model(source: AveragedModel | Mapping[str, Tensor]) -> dict[st
             f"this state dict {found}, and in that of an AveragedModel every name begins with "
             "'module.': if it is the state dict of the bare model, use it as it is."
         )
-    # One prefix is AveragedModel's. More of them on every name are those of DDP inside.
-    while state and all(name.startswith("module.") for name in state):
+    # One prefix is AveragedModel's. More of them on every name are those of DDP inside, which may
+    # itself be compiled.
+    state = _without_compile(state)
+    while all(name.startswith("module.") for name in state):
         state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
-    return _without_compile(state)
+    return state
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
