@@ -1,5 +1,7 @@
 """The callback in runs of Lightning itself: what is evaluated, and that training is left alone."""
 
+import copy
+import pickle
 import runpy
 import subprocess
 import sys
@@ -58,81 +60,6 @@ def test_averaging_that_never_starts_changes_nothing(tmp_path):
     assert found == pytest.approx(loss(model, weights(plain), loader(seed=2)))
 
 
-def test_side_by_side(tmp_path):
-    watch, model = Watch(), Net()
-    averaging = LatestWeightAveraging(k=2, side_by_side=True)
-    run = trainer(tmp_path, watch, averaging, max_epochs=3)
-    run.fit(model, loader(), [loader(seed=1)])
-    assert all(map(same, watch.validated, watch.epochs))
-    averaged = [watch.epochs[0], mean(watch.epochs[:2]), mean(watch.epochs[1:])]
-    for raw, state, metrics in zip(watch.epochs, averaged, watch.metrics, strict=True):
-        assert metrics["val_loss"] == pytest.approx(loss(model, raw, loader(seed=1)))
-        assert metrics["val_loss_averaged"] == pytest.approx(loss(model, state, loader(seed=1)))
-        assert metrics["val_worst_averaged"] >= metrics["val_loss_averaged"]
-    assert not model.gathered  # each evaluation had the module's hooks to itself
-    assert watch.metrics[2]["val_worst_averaged"] != watch.metrics[2]["val_worst"]
-    tested = run.test(model, loader(seed=2), verbose=False)[0]
-    assert tested["test_loss"] == pytest.approx(loss(model, weights(model), loader(seed=2)))
-    assert tested["test_loss_averaged"] == pytest.approx(loss(model, averaged[-1], loader(seed=2)))
-
-
-def test_averaged_metrics_reach_tensorboard(tmp_path):
-    from lightning.pytorch.loggers import TensorBoardLogger
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    watch, model, logger = Watch(), Net(), TensorBoardLogger(tmp_path, name="logs")
-    averaging = LatestWeightAveraging(k=2, side_by_side=True)
-    run = trainer(tmp_path, watch, averaging, max_epochs=3, logger=logger)
-    run.fit(model, loader(), loader(seed=1))
-    logger.finalize("success")
-    events = EventAccumulator(logger.log_dir)
-    events.Reload()
-    for name in ("val_loss", "val_loss_averaged"):
-        logged = [event.value for event in events.Scalars(name)]
-        assert logged == pytest.approx([float(metrics[name]) for metrics in watch.metrics])
-
-
-class Many(Net):
-    """Several loaders, metric objects, values in the progress bar or nowhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from torchmetrics import MeanMetric
-
-        self.metric = MeanMetric()
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        value = self._loss(batch)
-        self.log("val_loss", value, on_step=True, on_epoch=True, prog_bar=True)
-        self.log("hidden", value, logger=False)
-        self.metric.update(value)
-        if self.logger is not None:
-            self.logger.experiment.add_image("would fail", None)
-
-    def on_validation_epoch_end(self) -> None:
-        self.log("metric", self.metric)
-
-
-def test_side_by_side_with_several_loaders_and_metric_objects(tmp_path):
-    model, watch = Many(), Watch()
-    averaging = LatestWeightAveraging(k=1, side_by_side=True)
-    run = trainer(tmp_path, averaging, watch, max_epochs=2, num_sanity_val_steps=0)
-    run.fit(model, loader(), [loader(seed=1), loader(seed=2, size=8)])
-    # The mean of one is itself, so both evaluations must agree to the last bit.
-    metrics = watch.metrics[-1]
-    plain = {name for name in metrics if "averaged" not in name}
-    assert plain == {
-        *(f"{name}/dataloader_idx_{i}" for name in ("val_loss", "hidden") for i in (0, 1)),
-        *(f"val_loss_epoch/dataloader_idx_{i}" for i in (0, 1)),
-        "metric",
-    }
-    for name in plain:
-        other = name.replace("/", "_averaged/") if "/" in name else f"{name}_averaged"
-        assert metrics[name] == metrics[other]
-    assert run.progress_bar_metrics.keys() >= {"val_loss_epoch_averaged/dataloader_idx_0"}
-    assert "hidden_averaged/dataloader_idx_0" not in run.logged_metrics
-
-
 def test_sanity_checking_and_two_fits_in_a_row(tmp_path):
     """The window is full when the second fit begins with a sanity check."""
     model, averaging = Net(), LatestWeightAveraging(k=2)
@@ -165,6 +92,51 @@ def test_a_new_run_begins_a_new_window(tmp_path):
         trainer(tmp_path, averaging, watch, max_epochs=2).fit(model, loader())
     assert averaging.averager.steps == [3, 6]
     assert same(averaging.averager.average(), mean(watch.epochs))
+
+
+def test_a_window_is_not_mixed_with_that_of_another_model(tmp_path):
+    averaging, other, watch = LatestWeightAveraging(k=2), Net(), Watch()
+    run = trainer(tmp_path, averaging, watch, max_epochs=2)
+    run.fit(Net(), loader())
+    run.fit_loop.max_epochs = 4
+    with pytest.warns(UserWarning, match="a new window begins"):
+        run.fit(other, loader())
+    assert averaging.averager.steps == [9, 12]
+    assert same(averaging.averager.average(), mean(watch.epochs[2:]))
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_another_model_is_evaluated_with_its_own_weights(tmp_path, side_by_side):
+    """As when somebody loads the best checkpoint and gives it to the same trainer."""
+    averaging, model = LatestWeightAveraging(k=2, side_by_side=side_by_side), Net()
+    run = trainer(tmp_path, averaging, max_epochs=3)
+    run.fit(model, loader(), loader(seed=1))
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    other = Net()
+    with pytest.warns(UserWarning, match=r"window is of another model .* ckpt_path"):
+        found = run.test(other, loader(seed=2), verbose=False)[0]
+    expected = loss(other, weights(other), loader(seed=2))
+    assert found == {"test_loss": pytest.approx(expected)}
+    name = "test_loss_averaged" if side_by_side else "test_loss"
+    expected = loss(model, averaging.averager.average(), loader(seed=2))
+    for options in ({"model": model}, {"model": other, "ckpt_path": tmp_path / "a.ckpt"}):
+        found = run.test(dataloaders=loader(seed=2), verbose=False, **options)[0]
+        assert found[name] == pytest.approx(expected)
+
+
+def test_copies(tmp_path):
+    """As tuners and launchers make them before a run, and people after it."""
+    original = LatestWeightAveraging(k=2)
+    for averaging in (copy.deepcopy(original), pickle.loads(pickle.dumps(original))):
+        watch, model = Watch(), Net(batch_norm=True)
+        run = trainer(tmp_path, averaging, watch, max_epochs=3)
+        run.fit(model, loader(), loader(seed=1))
+        average = averaging.averager.average()
+        assert same(average, mean(watch.epochs[1:]))
+        other = copy.deepcopy(averaging)
+        averaging.averager.reset()
+        assert same(other.averager.average(), average)
+    assert len(original.averager) == 0
 
 
 @pytest.mark.parametrize("act", ["test", "predict", "validate"])
@@ -322,20 +294,6 @@ def test_fast_dev_run(tmp_path):
     run = trainer(tmp_path, LatestWeightAveraging(k=1), fast_dev_run=True)
     run.fit(Net(batch_norm=True), loader(), loader(seed=1))
     assert not list(tmp_path.glob("**/*.lawa"))
-
-
-def test_two_callbacks_together(tmp_path):
-    watch, model = Watch(), Net()
-    two = LatestWeightAveraging(k=2, side_by_side=True, name="of_2")
-    three = LatestWeightAveraging(k=3, side_by_side=True, name="of_3")
-    trainer(tmp_path, two, watch, three, max_epochs=3).fit(model, loader(), loader(seed=1))
-    metrics = watch.metrics[-1]
-    for name, state in (("of_2", mean(watch.epochs[1:])), ("of_3", mean(watch.epochs))):
-        assert metrics[f"val_loss_{name}"] == pytest.approx(loss(model, state, loader(seed=1)))
-    assert same(weights(model), watch.epochs[-1])
-    run = trainer(tmp_path, LatestWeightAveraging(2), LatestWeightAveraging(3, name="other"))
-    with pytest.raises(ConfigError, match=r"2 LatestWeightAveraging callbacks .*side_by_side=True"):
-        run.fit(Net(), loader())
 
 
 def test_with_lightnings_own_averaging(tmp_path):

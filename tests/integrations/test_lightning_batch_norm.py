@@ -1,11 +1,13 @@
 """BatchNorm statistics of the average in a Lightning run: from its train loader, unnoticed."""
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_support import (
@@ -14,6 +16,7 @@ from lightning_support import (
     Watch,
     Weights,
     by_hand,
+    data,
     loader,
     loss,
     mean,
@@ -195,3 +198,58 @@ def test_the_same_window_has_the_same_statistics_whatever_was_drawn_before(tmp_p
         found.append(weights(model))
         averaging.take_back()
     assert same(*found)
+
+
+def test_a_new_run_of_the_same_callback_has_its_own(tmp_path):
+    """Its window has the same steps as that of the run before."""
+    averaging, watch, model = LatestWeightAveraging(k=2), Watch(), Net(batch_norm=True, lr=0.01)
+    run = trainer(tmp_path, averaging, max_epochs=2)
+    run.fit(Net(batch_norm=True), loader(), loader(seed=1))
+    with pytest.warns(UserWarning, match="a new window begins"):
+        trainer(tmp_path, averaging, watch, max_epochs=2).fit(model, loader(), loader(seed=1))
+    assert close(watch.validated[-1], by_hand(mean(watch.epochs), loader()))
+
+
+def test_batches_go_through_the_hooks_of_the_data_module(tmp_path):
+    class Data(LightningDataModule):
+        def train_dataloader(self):
+            return loader()
+
+        def val_dataloader(self):
+            return loader(seed=1)
+
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return [2 * batch[0], batch[1]]
+
+    watch, averaging = Watch(), LatestWeightAveraging(k=2)
+    trainer(tmp_path, averaging, watch, max_epochs=3).fit(Net(batch_norm=True), datamodule=Data())
+    seen = [(2 * x, y) for x, y in loader()]
+    assert close(watch.validated[-1], by_hand(mean(watch.epochs[1:]), seen))
+
+
+class Counting(torch.utils.data.Sampler[int]):
+    """Another order each time it is used."""
+
+    used = 0
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        self.used += 1
+        yield from torch.randperm(24, generator=torch.Generator().manual_seed(self.used)).tolist()
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_samplers_that_count_are_not_disturbed(tmp_path, in_batches):
+    final = []
+    for extra in ([], [LatestWeightAveraging(k=2)]):
+        sampler, model = Counting(), Net(batch_norm=True)
+        options: dict[str, Any] = {"sampler": sampler, "batch_size": 8}
+        if in_batches:
+            options = {"batch_sampler": torch.utils.data.BatchSampler(sampler, 8, False)}
+        train = torch.utils.data.DataLoader(data(), **options)
+        trainer(tmp_path, *extra, max_epochs=4).fit(model, train, loader(seed=1))
+        final.append(weights(model))
+        assert sampler.used == 4
+    assert same(*final)

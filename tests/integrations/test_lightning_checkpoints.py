@@ -242,6 +242,33 @@ def test_the_signal_of_a_cluster_saves_the_trained_weights_in_either_evaluation(
     assert run._checkpoint_connector._hpc_resume_path == str(saved[-1][0])
 
 
+class SaveEarly(Callback):
+    """Saves after a batch; the averaging callback is told of it later."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("step", [7, 9])  # in the middle of an epoch, and at its end
+@pytest.mark.parametrize("options", [{}, {"update_every_n_steps": 3}, {"update_every_n_steps": 7}])
+def test_a_batch_that_it_was_not_told_of_is_made_up_for(tmp_path, step, options):
+    path, k = tmp_path / "early.ckpt", {"k": 6, "before_full": "average"}
+    whole, resumed = (LatestWeightAveraging(**k, **options) for _ in range(2))
+    fit(tmp_path, SaveEarly(path, step), whole)
+    fit(tmp_path, resumed, ckpt=path)
+    assert resumed.averager.steps == whole.averager.steps
+    assert same(resumed.averager.average(), whole.averager.average())
+    # One that joins there has missed what was before.
+    joined = LatestWeightAveraging(**k, **options, name="other")
+    with pytest.warns(UserWarning, match="windows of the names .'averaged'. only"):
+        fit(tmp_path, joined, ckpt=path)
+    assert joined.averager.steps == [s for s in whole.averager.steps if s > step]
+
+
 def test_windows_leave_with_their_checkpoints(tmp_path):
     folder = tmp_path / "checkpoints"
     saving = ModelCheckpoint(folder, save_last=True, every_n_train_steps=2, save_top_k=1)
@@ -420,6 +447,24 @@ def test_export(tmp_path):
     assert same(weights(loaded), mean(watch.epochs[1:]))
     assert loaded.lr == 0.05
     loaded.load_state_dict(averaging.averager.average())
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_export_in_the_middle_of_a_validation(tmp_path, first):
+    """By a callback that is told of its end before or after ours is."""
+
+    class Export(Callback):
+        def on_validation_end(self, trainer, pl_module):
+            if averaging.averager.ready and not trainer.sanity_checking:
+                before = weights(pl_module)
+                averaging.save_averaged(trainer, tmp_path / "averaged.ckpt")
+                assert same(weights(pl_module), before)
+
+    watch, averaging = Watch(), LatestWeightAveraging(k=2)
+    order = (Export(), averaging) if first else (averaging, Export())
+    model = fit(tmp_path, watch, *order, max_epochs=3)
+    assert same(torch.load(tmp_path / "averaged.ckpt")["state_dict"], mean(watch.epochs[1:]))
+    assert same(weights(model), watch.epochs[-1])
 
 
 def test_offline_averaging_of_the_same_checkpoints_is_the_same(tmp_path):

@@ -29,7 +29,7 @@ from torch_lawa.integrations.lightning.names import (
 )
 from torch_lawa.integrations.lightning.shards import callable_model
 
-__all__ = ["Statistics", "has_batch_norm"]
+__all__ = ["Statistics", "generator_states"]
 
 Forward = Callable[[Any, Any], Any]
 
@@ -49,7 +49,10 @@ class Statistics:
 
     def wanted(self, model: nn.Module) -> bool:
         """Whether anything is to be re-estimated."""
-        return self._num_batches > 0 and has_batch_norm(model)
+        return self._num_batches > 0 and any(
+            isinstance(module, _BatchNorm) and module.running_mean is not None
+            for module in model.modules()
+        )
 
     def known(self, averager: LatestWeightAverager) -> bool:
         """Whether they were estimated for the window as it is now."""
@@ -103,7 +106,8 @@ class Statistics:
         precision = trainer.precision_plugin
 
         def forward(_: nn.Module, batch: Any) -> None:
-            batch = module.on_before_batch_transfer(precision.convert_input(batch), 0)
+            # As the training loop does: the hooks may be the data module's.
+            batch = module._on_before_batch_transfer(precision.convert_input(batch), 0)
             batch = trainer.strategy.batch_to_device(batch, module.device)
             try:
                 with precision.forward_context():
@@ -123,12 +127,17 @@ class Statistics:
         self._steps = averager.steps
 
 
-def has_batch_norm(model: nn.Module) -> bool:
-    """Whether it has layers with running statistics."""
-    return any(
-        isinstance(module, _BatchNorm) and module.running_mean is not None
-        for module in model.modules()
-    )
+def generator_states(loaders: Iterable[Any]) -> dict[torch.Generator, Tensor]:
+    """The states of generators that loaders have for themselves, to be put back."""
+    states: dict[torch.Generator, Tensor] = {}
+    for loader in loaders:
+        batches = getattr(loader, "batch_sampler", None)
+        sampler = getattr(loader, "sampler", None)
+        for owner in (loader, sampler, batches, getattr(batches, "sampler", None)):
+            generator = getattr(owner, "generator", None)
+            if isinstance(generator, torch.Generator):
+                states[generator] = generator.get_state()
+    return states
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -148,28 +157,27 @@ def _unusable(error: Exception) -> BatchNormError:
 @contextlib.contextmanager
 def _second_look(loaders: Any) -> Iterator[Iterable[Any]]:
     """Batches of a loader that may be in the middle of an iteration, without disturbing that."""
-    states: dict[torch.Generator, Tensor] = {}
-
-    def aside(loader: Any) -> Any:
-        if isinstance(loader, dict):
-            return {name: aside(inside) for name, inside in loader.items()}
-        if isinstance(loader, list | tuple):
-            return [aside(inside) for inside in loader]
-        if not isinstance(loader, DataLoader):
-            return copy.copy(loader)
-        batches: Any = loader.batch_sampler
-        for owner in (loader, loader.sampler, batches, getattr(batches, "sampler", None)):
-            generator = getattr(owner, "generator", None)
-            if isinstance(generator, torch.Generator):
-                states.setdefault(generator, generator.get_state())
-        other = copy.copy(loader)
-        # Workers that persist are those of the running iteration, and a second one would end it.
-        vars(other).update(_iterator=None, persistent_workers=False)
-        return other
-
-    combined = CombinedLoader(aside(loaders), "max_size_cycle")
+    combined = CombinedLoader(loaders, "max_size_cycle")
+    states = generator_states(combined.flattened)
+    combined.flattened = [_aside(loader) for loader in combined.flattened]
     try:
         yield (batch for batch, _, _ in combined)
     finally:
         for generator, state in states.items():
             generator.set_state(state)
+
+
+def _aside(loader: Any) -> Any:
+    """The same once more; with samplers of its own, which may count how often they are used."""
+    try:
+        other = copy.copy(loader)
+    except TypeError:
+        return loader  # an iterator: there is only one
+    inside = getattr(other, "__dict__", {})
+    for name in ("sampler", "batch_sampler"):
+        if inside.get(name) is not None:
+            inside[name] = _aside(inside[name])
+    if isinstance(other, DataLoader):
+        # Workers that persist are those of the running iteration, and a second one would end it.
+        inside.update(_iterator=None, persistent_workers=False)
+    return other

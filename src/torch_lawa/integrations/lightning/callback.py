@@ -6,6 +6,7 @@ happens. Checkpoints hold the trained weights, and the window in a file beside t
 """
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -95,8 +96,10 @@ class LatestWeightAveraging(Callback):
         self.side_by_side, self.name = side_by_side, name
         self.statistics = Statistics(batch_norm_batches, self.batch_norm_forward)
         self._lent: contextlib.ExitStack | None = None
+        self._owner: weakref.ref[LightningModule] | None = None  # whose weights are in the window
         self._latest_update_step = 0  # optimizer steps that were asked about
         self._latest_update_epoch = -1
+        self._saved_step: int | None = None  # the former in the checkpoint that `fit` goes on from
         self._untried = False  # whether the forward pass for BatchNorm is yet to be tried
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
@@ -140,8 +143,12 @@ class LatestWeightAveraging(Callback):
                 f"{len(self.averager)} of {self.averager.k} snapshots were taken, so there is no "
                 "average to save: train longer, lower k, or set before_full='average'."
             )
+        lending = self.lending  # in the middle of an evaluation
+        self.take_back()
         with self._averaged(trainer):
             trainer.save_checkpoint(filepath, weights_only=True)
+        if lending:
+            self.lend(trainer)
 
     # What Lightning calls.
 
@@ -168,22 +175,29 @@ class LatestWeightAveraging(Callback):
         accompany(trainer, self)
         if self.side_by_side:
             evaluate_twice(trainer, self)
+        self._saved_step = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the plan against the run; a run from the start begins a new window."""
+        """Check the plan against the run, and whether the window is of this run."""
         if type(self).should_update is LatestWeightAveraging.should_update:
             waits = self._options.get("before_full", "wait") == "wait"
             self._plan.check(trainer, self.averager.k if waits else 1)
         step, steps = trainer.global_step, self.averager.steps
-        if steps and steps[-1] > step:
+        if steps and (steps[-1] > step or not self._is_of(pl_module)):
             rank_zero_warn(
                 f"This run is at step {step} and the window was collected up to step {steps[-1]} "
                 "of another one: a new window begins."
             )
-            self.averager.reset()
+            self.begin_again(pl_module)
         if step == 0:
             self._latest_update_epoch = -1
         self._latest_update_step = step
+        saved_after_a_batch = trainer.fit_loop.epoch_loop.restarted_on_train_batch_end
+        if saved_after_a_batch and self._saved_step is not None:
+            # Maybe before this callback was told of that batch. If it was the last one of its
+            # epoch, Lightning counts that as over now.
+            self._latest_update_step = self._saved_step
+            self._follow(trainer, trainer.current_epoch - 1)
         self._untried = self.statistics.wanted(pl_module)
 
     def on_train_batch_end(
@@ -193,17 +207,12 @@ class LatestWeightAveraging(Callback):
         if self._untried:
             self.statistics.check(trainer, batch)
             self._untried = False
-        # One batch may be none (accumulated gradients) or several (manual optimization).
-        steps = range(self._latest_update_step, trainer.global_step)
-        if any(self.should_update(step_idx=step) for step in steps):
-            self._collect(trainer)
-        self._latest_update_step = trainer.global_step
-        # Now rather than when the epoch ends: its validation comes in between.
-        self._end_epoch(trainer)
+        # The epoch now rather than when it ends: its validation comes in between.
+        self._follow(trainer, trainer.current_epoch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take a snapshot if the epoch asks for it and was left early."""
-        self._end_epoch(trainer)
+        self._follow(trainer, trainer.current_epoch)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Have everything that test and predict will want: files, BatchNorm statistics."""
@@ -251,17 +260,39 @@ class LatestWeightAveraging(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """How far the run was followed; snapshots are in the file beside the checkpoint."""
-        return {"latest_update_epoch": self._latest_update_epoch}
+        return {
+            "latest_update_step": self._latest_update_step,
+            "latest_update_epoch": self._latest_update_epoch,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there."""
+        self._saved_step = state_dict.get("latest_update_step")
         self._latest_update_epoch = state_dict["latest_update_epoch"]
 
     # How it is done.
 
+    def begin_again(self, pl_module: LightningModule) -> None:
+        """Begin a new window, of this model."""
+        self.averager.reset()
+        self.statistics.load_state_dict({})
+        self._owner = weakref.ref(pl_module)
+
+    def serves(self, trainer: Trainer) -> bool:
+        """Whether there is an average of the trainer's model."""
+        if not self.averager.ready:
+            return False
+        if self._is_of(trainer.lightning_module):
+            return True
+        rank_zero_warn(
+            "The window is of another model than the one that is evaluated, which keeps its own "
+            "weights: give the one that was trained, or ckpt_path=... for a checkpoint's average."
+        )
+        return False
+
     def lend(self, trainer: Trainer) -> None:
         """Give the model the averaged weights, if there are any yet."""
-        if self._lent is not None or not self.averager.ready:
+        if self._lent is not None or not self.serves(trainer):
             return
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._averaged(trainer))
@@ -286,12 +317,22 @@ class LatestWeightAveraging(Callback):
     def _collect(self, trainer: Trainer) -> None:
         model, step = trained_model(trainer), trainer.global_step
         let_go(model)
+        self._owner = weakref.ref(trainer.lightning_module)
         # Steps of an optimizer that Lightning does not know of do not count; snapshots do.
         known = not self.averager.steps or step > self.averager.steps[-1]
         self.averager.collect(model, step=step if known else None)
 
-    def _end_epoch(self, trainer: Trainer) -> None:
-        epoch = trainer.current_epoch
+    def _is_of(self, pl_module: LightningModule) -> bool:
+        # A window that a DiskStore found in its folder is of whoever comes.
+        return self._owner is None or self._owner() is pl_module
+
+    def _follow(self, trainer: Trainer, epoch: int) -> None:
+        """Ask about what has happened since the last time."""
+        # One batch may be no step (accumulated gradients) or several (manual optimization).
+        steps = range(self._latest_update_step, trainer.global_step)
+        if any(self.should_update(step_idx=step) for step in steps):
+            self._collect(trainer)
+        self._latest_update_step = trainer.global_step
         # An epoch that max_steps cut short is not complete, and goes on if the run is resumed.
         if trainer.is_last_batch and epoch > self._latest_update_epoch:
             self._latest_update_epoch = epoch

@@ -19,7 +19,12 @@ from torch import Tensor
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.errors import StateError, SwapError
 from torch_lawa.integrations.lightning.batch_norm import Statistics
-from torch_lawa.integrations.lightning.names import Strategy, Trainer, rank_zero_warn
+from torch_lawa.integrations.lightning.names import (
+    LightningModule,
+    Strategy,
+    Trainer,
+    rank_zero_warn,
+)
 from torch_lawa.integrations.lightning.shards import (
     let_go,
     num_owners,
@@ -49,6 +54,12 @@ class Averaging(Protocol):
     @property
     def lending(self) -> bool:
         """Whether the model holds averaged weights for an evaluation."""
+
+    def begin_again(self, pl_module: LightningModule) -> None:
+        """Begin a new window, of this model."""
+
+    def serves(self, trainer: Trainer) -> bool:
+        """Whether there is an average of the trainer's model."""
 
     def lend(self, trainer: Trainer) -> None:
         """Give the model the averaged weights."""
@@ -129,8 +140,7 @@ class _Companion:
         """Load a checkpoint and the window that belongs to it, or none where it has none."""
         checkpoint = self._load_checkpoint(checkpoint_path, *args, **kwargs)
         for callback in self.callbacks:
-            callback.averager.reset()
-            callback.statistics.load_state_dict({})
+            callback.begin_again(self.trainer.lightning_module)
         note = checkpoint.get(_KEY)
         if note is not None:
             self._read(str(checkpoint_path), note["window"])

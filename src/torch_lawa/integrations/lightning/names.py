@@ -14,6 +14,7 @@ __all__ = [
     "DummyLogger",
     "EvaluationLoop",
     "LightningModule",
+    "Logger",
     "Strategy",
     "Trainer",
     "isolate_rng",
@@ -22,7 +23,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.loggers.logger import DummyLogger
+    from lightning.pytorch.loggers.logger import DummyLogger, Logger
     from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
     from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -52,7 +53,7 @@ else:
         _get("", name) for name in ("Callback", "LightningModule", "Trainer")
     )
     CombinedLoader = _get(".utilities.combined_loader", "CombinedLoader")
-    DummyLogger = _get(".loggers.logger", "DummyLogger")
+    DummyLogger, Logger = (_get(".loggers.logger", name) for name in ("DummyLogger", "Logger"))
     EvaluationLoop = _get(".loops.evaluation_loop", "_EvaluationLoop")
     Strategy = _get(".strategies", "Strategy")
     rank_zero_warn = _get(".utilities.rank_zero", "rank_zero_warn")

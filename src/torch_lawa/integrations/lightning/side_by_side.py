@@ -12,12 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from torch_lawa.integrations.lightning.batch_norm import generator_states
 from torch_lawa.integrations.lightning.checkpoints import Averaging
 from torch_lawa.integrations.lightning.names import (
     DummyLogger,
     EvaluationLoop,
+    Logger,
     Trainer,
     isolate_rng,
 )
@@ -31,6 +34,7 @@ class _Logged:
 
     name: str
     value: Tensor
+    loader: int | None  # of several, the one it was logged for
     logger: bool
     prog_bar: bool
 
@@ -59,13 +63,15 @@ class _TwiceLoop(EvaluationLoop):
     averagings: list[Averaging]
     averaged: list[_Logged] | None  # while averaged weights are evaluated, what they logged
     others: list[_Logged]
+    outputs: list[dict[str, Tensor]]  # what is returned, a dict for each loader
+    generators: dict[torch.Generator, Tensor]  # of the loaders, before averaged weights used them
 
     def run(self) -> list[Any]:
         """Evaluate each average, then the trained weights."""
         self.others = []
         if not self.trainer.sanity_checking:
             for callback in self.averagings:
-                if callback.averager.ready:
+                if callback.serves(self.trainer):
                     self.others += [
                         logged.renamed(callback.name) for logged in self._run_averaged(callback)
                     ]
@@ -77,7 +83,7 @@ class _TwiceLoop(EvaluationLoop):
         before = {name: vars(self)[name] for name in names}
         self.batch_progress = type(self.batch_progress)()
         self._seen_batches_per_dataloader = type(self._seen_batches_per_dataloader)(int)
-        self.verbose, self._restarting, self.averaged = False, False, []
+        self.verbose, self._restarting, self.averaged, self.generators = False, False, [], {}
         try:
             callback.lend(self.trainer)
             with isolate_rng(), _on_its_own(self.trainer):
@@ -87,6 +93,14 @@ class _TwiceLoop(EvaluationLoop):
             callback.take_back()
             self.averaged = None
             vars(self).update(before)
+            for generator, state in self.generators.items():
+                generator.set_state(state)
+
+    def reset(self) -> None:
+        """Begin with the first batch; the trained weights will be given the same ones."""
+        if self.averaged is not None and self._combined_loader is not None:
+            self.generators = generator_states(self._combined_loader.flattened)
+        super().reset()
 
     def _on_evaluation_epoch_end(self) -> None:
         super()._on_evaluation_epoch_end()
@@ -95,11 +109,11 @@ class _TwiceLoop(EvaluationLoop):
             return
         if self.trainer.sanity_checking:
             return
-        others = self.others
+        self.outputs, others = self._logged_outputs, self.others
         if self.trainer.state.fn == "fit":
             # What monitors a metric must find it from the first validation on.
             for callback in self.averagings:
-                if not callback.averager.ready:
+                if not callback.serves(self.trainer):
                     others += [own.renamed(callback.name) for own in _logged(self._results)]
         for logged in others:
             self._results.log(
@@ -113,6 +127,15 @@ class _TwiceLoop(EvaluationLoop):
                 batch_size=1,
             )
 
+    def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
+        super()._on_evaluation_end(*args, **kwargs)
+        if self.averaged is None and not self.trainer.sanity_checking:
+            # What is logged at the end counts for all loaders. Ours need not.
+            for logged in self.others:
+                for loader, output in enumerate(self.outputs):
+                    if logged.loader not in (None, loader):
+                        output.pop(logged.name, None)
+
 
 def _logged(results: Any) -> list[_Logged]:
     """Every value that stands for the whole evaluation, under each of its names."""
@@ -124,17 +147,31 @@ def _logged(results: Any) -> list[_Logged]:
         if isinstance(value, Tensor):
             meta = metric.meta
             name, forked = results._forked_name(metric, on_step=False)
-            for each in {name, forked}:
+            for each in dict.fromkeys((name, forked)):
                 shown = each == forked
                 found.append(
                     _Logged(
                         each,
                         value,
+                        loader=meta.dataloader_idx,
                         logger=meta.logger and shown,
                         prog_bar=meta.prog_bar and shown,
                     )
                 )
     return found
+
+
+class _Deaf(DummyLogger):
+    """Passes for another logger, with its folders, and keeps nothing."""
+
+    def __init__(self, logger: Logger) -> None:
+        super().__init__()
+        self._logger = logger
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("__class__", "name", "version", "save_dir", "log_dir", "root_dir"):
+            return getattr(super().__getattribute__("_logger"), name)
+        return super().__getattribute__(name)
 
 
 @contextlib.contextmanager
@@ -146,7 +183,7 @@ def _on_its_own(trainer: Trainer) -> Iterator[None]:
     before = {name: vars(connector)[name] for name in (*names, *flags)}
     last_time = vars(trainer).get("_last_val_time")
     callbacks, loggers = vars(trainer)["callbacks"], trainer.loggers
-    vars(trainer)["callbacks"], trainer.loggers = [], [DummyLogger() for _ in loggers]
+    vars(trainer)["callbacks"], trainer.loggers = [], [_Deaf(logger) for logger in loggers]
     vars(connector).update({name: dict(before[name]) for name in names})
     try:
         yield
