@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from torch_lawa import averager_state, export
+from torch_lawa.core.agreement import agree, meet
 from torch_lawa.core.coefficients import Coefficients, Uniform
 from torch_lawa.core.modes import ordinary_mode
-from torch_lawa.core.roll_call import roll_call
 from torch_lawa.core.schedule import Every, Schedule
 from torch_lawa.core.selection import BufferRule, FrozenRule, Selector, live_tensors
-from torch_lawa.core.shards import is_sharded_model
 from torch_lawa.errors import ConfigError, NotReadyError, StateError
 from torch_lawa.stores.base import Snapshot, Store
 from torch_lawa.stores.memory import DeviceStore, HostStore
@@ -99,6 +98,7 @@ class LatestWeightAverager:
         self._window = Window(store, k, storage_dtype, sliding)
         self._num_steps = 0
         self._num_collected = 0
+        self._met = False  # whether the processes of a sharded model have found each other
         self._slots = False  # whether the saved form has a slot for every snapshot of the window
         if self._window.notes:
             self._take_counters(self._window.notes)
@@ -172,6 +172,7 @@ class LatestWeightAverager:
                     "the averager's state saved with it, or call averager.reset()."
                 )
             label = self.steps[-1] + 1
+        self._meet(model, f"the first call of averager.collect, of step {label},")
         selection = self._select(model)
         counters = {**self._counters(), "num_collected": self._num_collected + 1}
         notes = {**counters, "ties": selection.ties}
@@ -182,8 +183,9 @@ class LatestWeightAverager:
     def step(self, model: nn.Module | Mapping[str, Tensor], *, loss: float | None = None) -> bool:
         """Count one step (or epoch) and collect if the schedule says so; tells whether it did.
 
-        Of a sharded model every process must collect or none: where a loss decides (`OnPlateau`),
-        they ask each other, and an error says who differs. Give all of them the same loss.
+        Of a sharded model every process must collect or none: at the first call they see that all
+        have the same schedule, and where a loss decides (`OnPlateau`) they compare at every call;
+        an error says who differs. Give all of them the same loss.
 
         >>> from torch_lawa import Every
         >>> averager = LatestWeightAverager(k=2, schedule=Every(10))
@@ -192,10 +194,11 @@ class LatestWeightAverager:
         """
         if isinstance(model, nn.Module):
             refuse_if_lent(model, "step was called")
+        self._meet(model, f"the first call of averager.step, {self._schedule}")
         due = self._schedule.due(loss)
         self._num_steps += 1
-        if loss is not None and is_sharded_model(model):
-            self._agree(due)
+        if loss is not None:
+            agree(model, due, self._num_steps)
         if due:
             self.collect(model)
         return due
@@ -339,18 +342,11 @@ class LatestWeightAverager:
             self._window.load(saved.contents, saved.dtypes, saved.ties, notes)
         self._take_counters(saved.counters)
 
-    def _agree(self, due: bool) -> None:
-        """Refuse a snapshot that only some processes would take."""
-        roll_call(f"averager.step, call {self._num_steps}")
-        answers: list[bool] = [due] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(answers, due)
-        if len(set(answers)) > 1:
-            ranks = ", ".join(str(rank) for rank, answer in enumerate(answers) if answer)
-            raise ConfigError(
-                f"at call {self._num_steps} of averager.step the schedule takes a snapshot on some "
-                f"ranks only (rank {ranks} of {len(answers)}), and their shards would be of "
-                "different moments: pass the same loss on every rank (all-reduce it)."
-            )
+    def _meet(self, model: nn.Module | Mapping[str, Tensor], where: str) -> None:
+        """Once, before anything is collected: all processes of a sharded model do the same."""
+        if not self._met:
+            meet(model, f"{where} with k={self.k}")
+            self._met = True
 
     def _window_size(self, k: int | None) -> int:
         if k is not None:

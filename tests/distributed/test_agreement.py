@@ -1,16 +1,19 @@
 """What processes must agree on: BatchNorm statistics, and when a snapshot is taken."""
 
 import copy
+from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_lawa import LatestWeightAverager, OnPlateau, recalibrate_batch_norm
-from torch_lawa.errors import BatchNormError, ConfigError
+from torch_lawa import Every, LatestWeightAverager, OnPlateau, recalibrate_batch_norm
+from torch_lawa.errors import BatchNormError, ConfigError, RankError
 from torch_lawa.evaluation import evaluate_side_by_side
 
 
@@ -102,3 +105,60 @@ def test_a_schedule_fires_on_all_ranks_or_on_none() -> None:
         assert "call 2 of averager.step" in found["error"] or "call 3" in found["error"]
         assert "rank 1 of 2" in found["error"]
         assert found["steps"] in ([], [3])
+
+
+def counted(rank: int) -> dict[str, Any]:
+    """Schedules that count calls: the same on all ranks, then another on each."""
+    errors = []
+    for nu in (10, 10 + rank):
+        averager = LatestWeightAverager(k=2, schedule=Every(nu))
+        model, error = fully_shard(nn.Linear(3, 3)), ""
+        try:
+            for _ in range(20):
+                averager.step(model)
+        except RankError as raised:
+            error = str(raised)
+        errors.append(error)
+    return {"errors": errors, "steps": averager.steps}
+
+
+def test_ranks_with_different_schedules_are_told_at_the_first_call() -> None:
+    for found in on_ranks(2, counted):
+        same, different = found["errors"]
+        assert same == ""
+        assert "rank 0 at the first call of averager.step, Every(n=10" in different
+        assert "rank 1 at the first call of averager.step, Every(n=11" in different
+        assert found["steps"] == []
+
+
+def lonely(rank: int) -> str:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+    averager, error = LatestWeightAverager(k=2), ""
+    model = fully_shard(nn.Linear(3, 3))
+    if rank == 0:
+        try:
+            averager.collect(model, step=7)
+        except RankError as raised:
+            error = str(raised)
+    dist.barrier()
+    dist.destroy_process_group()
+    return error
+
+
+def test_collecting_on_some_ranks_only_is_an_error_and_not_a_hang() -> None:
+    error, _ = on_ranks(2, lonely, join=False)
+    assert "rank 1 of 2 did not come to the first call of averager.collect, of step 7" in error
+
+
+def replicas(rank: int) -> list[int]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    averager = LatestWeightAverager(k=1)
+    if rank < 2:  # ranks 2 and 3 have the same parts
+        averager.collect(model, step=5)
+    return averager.steps
+
+
+@pytest.mark.matrix
+def test_one_set_of_copies_may_collect_alone() -> None:
+    assert on_ranks(4, replicas) == [[5], [5], [], []]

@@ -109,7 +109,7 @@ def test_a_rank_that_stands_still_is_named(found: list[dict[str, Any]]) -> None:
         assert said.pop("timeouts") == "60.0 30.0"
         late = f"rank {LATE} of 3 did not come to "
         places = {
-            "step": "averager.step, call 1 within 1.5 s",
+            "step": "the first call of averager.step, OnPlateau(",
             "batch norm": "recalibrate_batch_norm of 1 layers within 1.5 s",
             "total": "messages.<locals>.<lambda> within 1.5 s",
             "failed": "a roll call after a failed exchange within 1.5 s",
