@@ -2,38 +2,40 @@
 
     python benchmarks/gpu_cadence.py --out results/NAME    # with torch for CUDA and transformers
     python benchmarks/gpu_cadence.py --smoke               # tiny models, in seconds, on a CPU too
+    python benchmarks/gpu_cadence.py --show results/NAME   # the tables of what was measured so far
 
 RoBERTa-Base and a decoder of a billion parameters train in short blocks: without snapshots, and
 with one every 1, 10 or 100 steps into a window in host or in device memory, in turn, so that the
 slow noise of a machine falls on all alike. A block waits for training's own stream at its end; the
 snapshot of a block of 10 or 100 steps is taken in its middle, so that its way to the host is over
-by then. What is counted besides: how long `collect` holds the caller, GPU memory, and the host
-copy.
+by then. Besides: GPU memory while collecting and while the average is lent to the model, how long
+`collect` holds the caller, and the copy to the host.
+
+Every block is a line of `raw.jsonl` as soon as it is over, and the tables are made of that file:
+a run that is cut short loses nothing but the block it was in.
 """
 
 import argparse
 import contextlib
-import itertools
-import json
+import gc
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from gpu_models import DEVICE, GPU, MODELS, Step, prepare
+from gpu_cadence_tables import LONG, SHORT, STORES, show
+from gpu_models import DEVICE, GPU, MODELS, TOKENS, Step, prepare
 from record import Log
 from torch import Tensor, nn
 
 from torch_lawa import LatestWeightAverager
 
 K = 2
-STORES = ("host", "device")
-LONG = 100
+CYCLES, ROUNDS = 2, 3  # at least so many times: so many rounds of short blocks, one of long ones
 
-Variant = tuple[str, int]  # store and how many steps lie between snapshots
+Variant = tuple[str, int]  # store ("none": no snapshots) and how many steps lie between two
 
 
 def settle(*, all_streams: bool = True) -> None:
@@ -49,7 +51,13 @@ def part(tensor: Tensor) -> Tensor:
 
 
 def allocated() -> int:
-    return torch.cuda.memory_allocated() if GPU else 0
+    """Bytes on the GPU, with nothing in flight and nothing that waits to be freed."""
+    gc.collect()
+    settle()
+    if not GPU:
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
 
 
 def anonymous() -> int:
@@ -72,62 +80,54 @@ def peak() -> Iterator[list[int]]:
     found.append(torch.cuda.max_memory_allocated() if GPU else 0)
 
 
-@dataclass
 class Bench:
-    """One model, its two windows, and what was measured so far."""
+    """One model, its two windows, and a log of what is measured."""
 
-    name: str
-    model: nn.Module
-    step: Step
-    averagers: dict[str, LatestWeightAverager] = field(default_factory=dict)
-    times: dict[str, list[float]] = field(default_factory=dict)
-    held: dict[str, list[float]] = field(default_factory=dict)
+    def __init__(self, log: Log, name: str, model: nn.Module, step: Step) -> None:
+        self.log, self.name, self.model, self.step = log, name, model, step
+        self.size = sum(p.numel() * p.element_size() for p in model.parameters())
+        self.averagers: dict[str, LatestWeightAverager] = {}
 
-    @property
-    def size(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.model.parameters())
+    def add(self, kind: str, **fields: Any) -> None:
+        """Log a row at once, and say so."""
+        self.log.add(kind=kind, model=self.name, **fields)
+        told = ", ".join(
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in fields.items()
+            if not isinstance(value, list)
+        )
+        print(f"  {time.strftime('%H:%M:%S')} {self.name}: {kind}: {told}", flush=True)
 
-    def memory(self) -> dict[str, float]:
-        """Make the windows; copies of the parameters that each adds to the peak of training."""
-        found: dict[str, float] = {}
-        with peak() as before:
+    def memory(self, store: str) -> None:
+        """Copies of the parameters that a window of its own adds to the GPU."""
+        allocated()  # of the window before this one nothing is left
+        with peak() as training:
             for _ in range(3):
                 self.step()
+        idle = allocated()
+        averager = make(store)
+        with peak() as collecting:
+            for _ in range(K + 2):  # memory is made and page-locked here, and never again
+                self.step()
+                averager.collect(self.model)
+        with peak() as swapping, averager.swapped_into(self.model):
+            lent = allocated()
+        self.add(
+            "memory",
+            store=store,
+            collecting=(collecting[0] - training[0]) / self.size,
+            lent=(lent - idle) / self.size,
+            peak_of_lending=(swapping[0] - idle) / self.size,
+        )
+
+    def windows(self) -> None:
+        """Make the two that the blocks use, full, so that none of them allocates."""
         for store in STORES:
-            averager = self.averagers[store] = LatestWeightAverager(k=K, store=store)  # type: ignore[arg-type]
-            with peak() as after:
-                for _ in range(K + 2):  # memory is made and page-locked here, and never again
-                    self.step()
-                    averager.collect(self.model)
-            found[store] = (after[0] - before[0]) / self.size
-            before = after
-            start = allocated()
-            with peak() as lent, averager.swapped_into(self.model):
-                pass
-            found[f"{store}, lent"] = (lent[0] - start) / self.size
-        return found
+            self.averagers[store] = make(store)
+            for _ in range(K + 2):
+                self.averagers[store].collect(self.model)
 
-    def held_idle(self, store: str, repeats: int = 10) -> float:
-        """Milliseconds that `collect` takes from the caller while the GPU has nothing to do."""
-        spent = []
-        for _ in range(repeats):
-            self.averagers[store].wait()
-            settle()
-            start = time.perf_counter()
-            self.averagers[store].collect(self.model)
-            spent.append(time.perf_counter() - start)
-        return 1e3 * median(spent)
-
-    def equal(self, store: str) -> bool:
-        """Whether a snapshot has the bits of the weights, which move on at once."""
-        averager = self.averagers[store]
-        before = {name: part(p).detach().clone() for name, p in self.model.named_parameters()}
-        averager.collect(self.model)
-        self.step()
-        found = averager.average(k=1, device=DEVICE)
-        return all(torch.equal(part(found[name]), value) for name, value in before.items())
-
-    def host_copy(self, repeats: int = 6) -> dict[str, float]:
+    def host_copy(self, repeats: int = 6) -> None:
         """The way to the host with nothing else to do, and what `.item()` waits for meanwhile."""
         averager, loss = self.averagers["host"], torch.ones(1, device=DEVICE)
         spent, idle, during = [], [], []
@@ -145,138 +145,132 @@ class Bench:
             during.append(time.perf_counter() - begin)
             averager.wait()
             spent.append(time.perf_counter() - start)
-        return {
-            "host_copy_ms": 1e3 * median(spent),
-            "host_copy_GB_per_s": self.size / median(spent) / 1e9,
-            "item_ms_idle": 1e3 * median(idle),
-            "item_ms_during_copy": 1e3 * median(during),
-        }
+        self.add(
+            "host copy",
+            milliseconds=1e3 * median(spent),
+            GB_per_s=self.size / median(spent) / 1e9,
+            item_ms_idle=1e3 * median(idle),
+            item_ms_during_copy=1e3 * median(during),
+        )
 
-    def block(self, key: str, num_steps: int, variant: Variant | None) -> None:
+    def checks(self, store: str, repeats: int = 10) -> None:
+        """Whether a snapshot has the bits of weights that move on at once; an idle `collect`."""
+        averager = self.averagers[store]
+        before = {name: part(p).detach().clone() for name, p in self.model.named_parameters()}
+        averager.collect(self.model)
+        self.step()
+        found = averager.average(k=1, device=DEVICE)
+        equal = all(torch.equal(part(found[name]), value) for name, value in before.items())
+        spent = []
+        for _ in range(repeats):
+            averager.wait()
+            settle()
+            start = time.perf_counter()
+            averager.collect(self.model)
+            spent.append(time.perf_counter() - start)
+        self.add("checks", store=store, equal=equal, held_idle_ms=1e3 * median(spent))
+
+    def block(self, turn: int, num_steps: int, variant: Variant, *, again: bool = False) -> float:
         """Time some steps; a snapshot every so many, in the middle of that many."""
+        store, every = variant
         for averager in self.averagers.values():
             averager.wait()
         settle()
+        held = []
         start = time.perf_counter()
         for i in range(num_steps):
             self.step()
-            if variant is not None and i % variant[1] == variant[1] // 2:
+            if store != "none" and i % every == every // 2:
                 before = time.perf_counter()
-                self.averagers[variant[0]].collect(self.model)
-                self.held.setdefault(key, []).append(time.perf_counter() - before)
+                self.averagers[store].collect(self.model)
+                held.append(time.perf_counter() - before)
         settle(all_streams=False)
         spent = (time.perf_counter() - start) / num_steps
-        self.times.setdefault(key, []).append(spent)
+        row = {"kind": "block", "model": self.name, "round": turn, "num_steps": num_steps}
+        row |= {"store": store, "every": every, "again": again, "seconds": spent, "held": held}
+        self.log.add(**row)
+        return 1e3 * spent
 
     def rounds(self, seconds: float) -> None:
-        """Long blocks for the rare snapshots, then short ones while there is time."""
+        """Rounds of short blocks with one of long ones after every few, while there is time."""
         begin = time.perf_counter()
-        self.block("warm", 10, None)
-        long = [(f"none {LONG}", None), *((f"{s} {LONG}", (s, LONG)) for s in STORES)]
-        number = 2 if self.times["warm"][0] * LONG * 6 < 0.8 * seconds else 1
-        for i in range(number):
-            for key, variant in long[:: 1 - 2 * (i % 2)]:
-                self.block(key, LONG, variant)
-        pairs = [(store, nu) for nu in (1, 10) for store in STORES]
-        short: list[tuple[str, Variant | None]] = [("none", None)]
-        short += [(f"{store} {nu}", (store, nu)) for store, nu in pairs]
-        short += [("none again", None)]
-        for i in itertools.count():
+        warm = self.block(-1, SHORT, ("none", 0))
+        short = 6 * SHORT * ROUNDS
+        about = max(seconds, 1e-3 * warm * CYCLES * (short + 3 * LONG))
+        print(
+            f"  {self.name}: {warm:.1f} ms a step; the blocks take about {about:.0f} s", flush=True
+        )
+        longest, cycle = 0.0, 0
+        while cycle < CYCLES or time.perf_counter() - begin + longest < seconds:
             start = time.perf_counter()
-            for key, variant in short[:: 1 - 2 * (i % 2)]:
-                self.block(key, 10, variant)
-            now = time.perf_counter()
-            if i >= 2 and now - begin + (now - start) > seconds:
-                return
+            for turn in range(ROUNDS * cycle, ROUNDS * (cycle + 1)):
+                self.round(turn, SHORT, [(s, nu) for nu in (1, 10) for s in STORES])
+            self.round(cycle, LONG, [(s, LONG) for s in STORES])
+            longest, cycle = max(longest, time.perf_counter() - start), cycle + 1
 
-    def cells(self) -> Iterator[dict[str, Any]]:
-        """A row for each store and cadence."""
-        for nu in (1, 10, LONG):
-            base = self.times[f"none {LONG}" if nu == LONG else "none"]
-            for store in STORES:
-                key = f"{store} {nu}"
-                ratios = [a / b for a, b in zip(self.times[key], base, strict=True)]
-                held = self.held[key]
-                yield {
-                    "store": store,
-                    "every": nu,
-                    "rounds": len(ratios),
-                    "ms_without": 1e3 * median(base),
-                    "ms_with": 1e3 * median(self.times[key]),
-                    "ratio": median(ratios),
-                    "ratio_low": min(ratios),
-                    "ratio_high": max(ratios),
-                    "held_ms": 1e3 * median(held),
-                    "held_ms_high": 1e3 * max(held),
-                }
+    def round(self, turn: int, num_steps: int, variants: list[Variant]) -> None:
+        """One block of each, there and back in turn; short ones between two without snapshots."""
+        order = [(("none", 0), False), *((variant, False) for variant in variants)]
+        if num_steps == SHORT:
+            order.append((("none", 0), True))
+        told = []
+        for variant, again in order[:: 1 - 2 * (turn % 2)]:
+            milliseconds = self.block(turn, num_steps, variant, again=again)
+            told.append(f"{variant[0]}/{variant[1]} {milliseconds:.2f}")
+        print(
+            f"  {time.strftime('%H:%M:%S')} {self.name}: {num_steps} steps each,"
+            f" round {turn + 1}: {', '.join(told)} ms",
+            flush=True,
+        )
+
+
+def make(store: str) -> LatestWeightAverager:
+    return LatestWeightAverager(k=K, store=store)  # type: ignore[arg-type]
 
 
 def measure(log: Log, name: str, options: argparse.Namespace) -> None:
+    """Everything about one model."""
     began = time.perf_counter()
+    print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
     model, step = prepare(name, options.smoke, options.compile)
     for _ in range(5):
         step()
-    bench = Bench(name, model, step)
-    added = bench.memory()
-    copy = bench.host_copy()
+    bench = Bench(log, name, model, step)
+    number = sum(p.numel() for p in model.parameters())
+    tokens = "few tokens" if options.smoke else "{} x {} tokens".format(*TOKENS[name])
+    bench.add("model", parameters=number, k=K, compiled=options.compile, tokens=tokens)
+    for store in STORES:
+        bench.memory(store)
+    bench.windows()
+    bench.host_copy()
     start = allocated(), anonymous()
     bench.rounds(options.seconds)
-    equal = {store: bench.equal(store) for store in STORES}
-    idle = {store: bench.held_idle(store) for store in STORES}
-    settle()
-    grown = {"gpu_grown": allocated() - start[0], "host_grown": anonymous() - start[1]}
-    again = [b / a for a, b in zip(bench.times["none"], bench.times["none again"], strict=True)]
-    whole = {"parameters": sum(p.numel() for p in model.parameters()), **copy, **grown}
-    whole["snapshots_equal"] = all(equal.values())
-    log.add(kind="model", model=name, compiled=options.compile, copies_added=added, **whole)
-    log.add(kind="raw", model=name, seconds_per_step=bench.times, held_s=bench.held)
-    print(f"\n{name}: {whole['parameters']:,} parameters, k = {K}")
-    print(
-        "  store   every   ms without   with     ratio (of rounds)          collect holds, at most"
-    )
-    rows = list(bench.cells())
-    for row in rows:
-        print(
-            f"  {row['store']:7} {row['every']:5} {row['ms_without']:12.2f} {row['ms_with']:7.2f}"
-            f"  {row['ratio']:8.4f} ({row['ratio_low']:.4f} to {row['ratio_high']:.4f},"
-            f" {row['rounds']:2}) {row['held_ms']:8.3f} {row['held_ms_high']:8.3f} ms"
-        )
-    print(f"  none against none: {median(again):.4f} ({min(again):.4f} to {max(again):.4f})")
-    print("  copies added to the peak: " + ", ".join(f"{s} {n:.3f}" for s, n in added.items()))
-    print(
-        f"  to the host in {copy['host_copy_ms']:.1f} ms, {copy['host_copy_GB_per_s']:.1f} GB/s;"
-        f" loss.item() takes {copy['item_ms_idle']:.3f} ms, {copy['item_ms_during_copy']:.3f} ms"
-        " meanwhile"
-    )
-    print(
-        f"  collect holds an idle caller for {idle['host']:.3f} ms (host), {idle['device']:.3f} ms"
-        f" (device); snapshots have the bits of the weights: {whole['snapshots_equal']}"
-    )
-    print(f"  grown since the windows were made: {grown}")
-    for row in rows:
-        row["held_ms_idle"] = idle[row["store"]]
-        row = {"kind": "cell", "model": name, **row, "copies_added": added[row["store"]]}
-        log.add(**row)
-        print(json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}))
-    print(f"  {name} took {time.perf_counter() - began:.0f} s", flush=True)
+    grown = allocated() - start[0], anonymous() - start[1]
+    bench.add("growth", gpu_bytes=grown[0], host_bytes=grown[1])
+    for store in STORES:
+        bench.checks(store)
+    bench.add("end", seconds=time.perf_counter() - began)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/bench-gpu-cadence"))
     parser.add_argument("--model", action="append", choices=list(MODELS), help="repeat for more")
-    parser.add_argument("--seconds", type=float, default=120.0, help="for the blocks of one model")
+    parser.add_argument("--seconds", type=float, default=120.0, help="for the blocks of a model")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model first")
     parser.add_argument("--smoke", action="store_true", help="tiny models: tries the script itself")
+    parser.add_argument("--show", type=Path, help="only print the tables of this folder")
     options = parser.parse_args()
+    if options.show:
+        return show(options.show)
     if options.smoke:
         options.seconds = 1.0
     log = Log(options.out)
     torch.set_float32_matmul_precision("high")
-    for name in options.model or ("roberta", "decoder"):
+    for name in options.model or ("roberta", "decoder"):  # the cheapest first
         measure(log, name, options)
-        if GPU:
-            torch.cuda.empty_cache()
+        allocated()
+    return show(options.out)
 
 
 if __name__ == "__main__":

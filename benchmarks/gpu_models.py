@@ -13,6 +13,9 @@ DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 
 Step = Callable[[], None]
 
+# Sequences and their length in a batch. Short steps: what a snapshot costs shows more.
+TOKENS = {"roberta": (128, 128), "decoder": (3, 2048), "decoder-fsdp": (3, 2048)}
+
 
 class Layer(nn.Module):
     """Causal attention and a gated MLP, each behind an RMSNorm."""
@@ -54,13 +57,13 @@ class Decoder(nn.Module):
 
 
 def decoder(smoke: bool) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-    """1.06 billion parameters, 3 x 2048 tokens."""
+    """1.06 billion parameters."""
     size = {"vocab": 32_000, "width": 2048, "heads": 16, "hidden": 5632, "layers": 18}
     if smoke:
         size = {"vocab": 100, "width": 32, "heads": 2, "hidden": 48, "layers": 2}
     with DEVICE:
         model = Decoder(**size)
-        ids = torch.randint(size["vocab"], (2, 16) if smoke else (3, 2048))
+        ids = torch.randint(size["vocab"], (2, 16) if smoke else TOKENS["decoder"])
     return model, lambda run: run(ids)
 
 
@@ -89,7 +92,7 @@ def decoder_fsdp(smoke: bool) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]
 
 
 def roberta(smoke: bool) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-    """RoBERTa-Base masked-language modelling, 64 x 512 tokens."""
+    """RoBERTa-Base masked-language modelling."""
     from transformers import RobertaConfig, RobertaForMaskedLM
 
     size: dict[str, int] = {}
@@ -99,7 +102,7 @@ def roberta(smoke: bool) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     vocab = 100 if smoke else 50_265
     config = RobertaConfig(vocab_size=vocab, max_position_embeddings=514, type_vocab_size=1, **size)
     model = RobertaForMaskedLM(config).to(DEVICE)
-    ids = torch.randint(5, vocab, (2, 16) if smoke else (64, 512), device=DEVICE)
+    ids = torch.randint(5, vocab, (2, 16) if smoke else TOKENS["roberta"], device=DEVICE)
     return model, lambda run: run(input_ids=ids, labels=ids).loss
 
 
