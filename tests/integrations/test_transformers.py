@@ -1,8 +1,11 @@
 """Averaging in the Transformers Trainer: what is collected, evaluated and saved."""
 
 import logging
+import sys
+import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -288,12 +291,13 @@ class Saver(TrainerCallback):  # type: ignore[misc]
     """Saves and predicts from within an evaluation, as people's own callbacks do."""
 
     def __init__(self) -> None:
-        self.losses: dict[int, float] = {}
+        self.losses: dict[str, float] = {}
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         kind = "averaged" if "eval_averaged_loss" in kwargs["metrics"] else "raw"
         self.trainer.save_model(f"{args.output_dir}/mine-{kind}-{state.global_step}")
-        self.losses[state.global_step] = self.trainer.predict(VALID).metrics["test_loss"]
+        if state.global_step == 6:
+            self.losses[kind] = self.trainer.predict(VALID).metrics["test_loss"]
 
 
 def test_other_callbacks_beside_it(tmp_path: Path) -> None:
@@ -308,7 +312,33 @@ def test_other_callbacks_beside_it(tmp_path: Path) -> None:
     assert same(saved(tmp_path / "mine-raw-6" / MODEL), recorder.mean(4, 6))
     assert same(saved(tmp_path / "mine-averaged-6"), recorder.mean(4, 6))
     assert not (tmp_path / "mine-averaged-6" / MODEL).exists()
-    assert saver.losses[6] == history(ran, "eval_averaged_loss")[6]
+    assert saver.losses["raw"] == history(ran, "eval_loss")[6]
+    assert saver.losses["averaged"] == history(ran, "eval_averaged_loss")[6]
+
+
+def test_a_table_in_a_notebook_has_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a row for a step; a second evaluation there must not wipe out the first."""
+    shown = types.ModuleType("IPython.display")
+    monkeypatch.setattr(shown, "HTML", str, raising=False)
+    monkeypatch.setattr(shown, "display", lambda *args, **kwargs: mock.Mock(), raising=False)
+    notebook = types.ModuleType("IPython")
+    monkeypatch.setattr(notebook, "display", shown, raising=False)
+    monkeypatch.setitem(sys.modules, "IPython", notebook)
+    monkeypatch.setitem(sys.modules, "IPython.display", shown)
+    from transformers.utils.notebook import NotebookProgressCallback
+
+    table: list[list[Any]] = []
+
+    class Notebook(NotebookProgressCallback):  # type: ignore[misc]
+        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+            table.extend(self.training_tracker.inner_table)
+
+    ran = trainer(tmp_path, averaging(k=3), Notebook(), logging_steps=12)
+    ran.train()
+    columns, last = table[0], table[-1]
+    row = dict(zip(columns, last, strict=True))
+    assert row["Validation Loss"] == history(ran, "eval_loss")[12]
+    assert row["Averaged Loss"] == history(ran, "eval_averaged_loss")[12]
 
 
 @pytest.mark.parametrize("metric", ["eval_loss", "eval_averaged_loss"])

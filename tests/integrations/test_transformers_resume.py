@@ -1,6 +1,7 @@
 """Averaging in the Transformers Trainer: a run that stopped goes on as if it had not."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,13 @@ from accelerate.state import GradientState
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import ResNetConfig, ResNetForImageClassification, Trainer, set_seed
+from transformers import (
+    ResNetConfig,
+    ResNetForImageClassification,
+    Trainer,
+    TrainerState,
+    set_seed,
+)
 from transformers_support import (
     MODEL,
     VALID,
@@ -32,6 +39,7 @@ from transformers_support import (
 
 from torch_lawa import DiskStore, recalibrate_batch_norm
 from torch_lawa.errors import StateError
+from torch_lawa.integrations import window_files
 from torch_lawa.integrations.transformers import LatestWeightAveragingTrainer
 
 
@@ -141,6 +149,38 @@ def test_a_resume_that_failed_leaves_nothing_to_a_new_run(tmp_path: Path) -> Non
     ran.train()
     assert callback.averager.steps == [8, 10, 12]
     assert not (tmp_path / "b" / "checkpoint-4" / MODEL).exists()
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_save_that_is_cut_short_leaves_nothing_that_looks_whole(
+    written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The window comes before the file that makes a checkpoint valid, and older ones stay."""
+    name = "save_to_json" if written else "save"
+    place: Any = TrainerState if written else window_files.torch
+    save = getattr(place, name)
+
+    def fail(first: Any, second: Any, *args: Any, **kwargs: Any) -> None:
+        path = str(getattr(second, "name", second))
+        if "checkpoint-8" in path and (written or "window" in path):
+            raise KeyboardInterrupt
+        save(first, second, *args, **kwargs)
+
+    whole = trainer(tmp_path / "whole", averaging(k=3))
+    whole.train()
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, fail)
+        with pytest.raises(KeyboardInterrupt):
+            trainer(tmp_path / "cut", averaging(k=3), save_total_limit=1).train()
+    cut = tmp_path / "cut" / "checkpoint-8"
+    assert (cut / "optimizer.pt").exists()
+    assert (cut / WINDOW).exists() == written
+    assert not (cut / "trainer_state.json").exists()
+    shutil.rmtree(cut)
+    resumed = trainer(tmp_path / "cut", averaging(k=3), model=tiny_model(seed=99))
+    resumed.train(resume_from_checkpoint=True)
+    assert history(resumed, "eval_averaged_loss") == history(whole, "eval_averaged_loss")
+    assert history(resumed, "eval_averaged_loss")
 
 
 def test_a_damaged_window_is_refused(tmp_path: Path) -> None:

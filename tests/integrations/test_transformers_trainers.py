@@ -80,7 +80,7 @@ def test_a_trainer_that_gathers_metrics_of_its_own(tmp_path: Path) -> None:
     ran.train()
     name = next(iter(recorder.weights[12]))
     rows = [row for row in ran.state.log_history if "eval_seen" in row and row["step"] == 12]
-    raw, averaged = rows
+    averaged, raw = rows
     assert raw["eval_seen"] == pytest.approx(float(recorder.weights[12][name].double().sum()))
     expected = float(recorder.mean(8, 10, 12)[name].double().sum())
     assert averaged["eval_seen"] == pytest.approx(expected)

@@ -72,21 +72,26 @@ class LatestWeightAveragingMixin(_Base):
                 with self._judged_average(averaging):
                     return super().evaluate(*args, **kwargs)
             with _no_false_alarm():
-                raw = super().evaluate(*args, **kwargs)
-                if not averaging.ready:
-                    return raw
-                # Trainers of other libraries put arguments of their own before the prefix.
-                names = list(inspect.signature(super().evaluate).parameters)[: len(args)]
-                if _PREFIX in names:
-                    place = names.index(_PREFIX)
-                    kwargs.update(zip(names[place:], args[place:], strict=False))
-                    args = args[:place]
-                kwargs[_PREFIX] = f"{kwargs.get(_PREFIX, 'eval')}_averaged"
-                with same_random_numbers(self.args.device), self._judged_average(averaging):
-                    averaged = super().evaluate(*args, **kwargs)
-                return {**averaged, **raw}
+                averaged = {}
+                if averaging.ready:
+                    averaged = self._evaluate_average(averaging, args, dict(kwargs))
+                # Last: what shows one row a step (notebooks, W&B) ends with names it knows.
+                return {**averaged, **super().evaluate(*args, **kwargs)}
         finally:
             self._evaluating = False
+
+    def _evaluate_average(
+        self, averaging: LatestWeightAveragingCallback, args: tuple[Any, ...], kwargs: Any
+    ) -> dict[str, float]:
+        # Trainers of other libraries have arguments of their own before the prefix.
+        names = list(inspect.signature(super().evaluate).parameters)[: len(args)]
+        if _PREFIX in names:
+            place = names.index(_PREFIX)
+            kwargs.update(zip(names[place:], args[place:], strict=False))
+            args = args[:place]
+        kwargs[_PREFIX] = f"{kwargs.get(_PREFIX, 'eval')}_averaged"
+        with same_random_numbers(self.args.device), self._judged_average(averaging):
+            return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
         """As the trainer's own `predict`, with the average where there is one.
