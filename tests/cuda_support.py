@@ -1,11 +1,15 @@
-"""What tests of the asynchronous path share: slow streams, moving weights, poisoned memory."""
+"""What tests on a GPU share: slow streams, moving weights, poisoned memory, a group of one."""
 
+import contextlib
+import gc
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from support import same_bits
 from torch import Tensor
 
@@ -28,13 +32,52 @@ def sleep(milliseconds: float) -> None:
     if not _rate:
         torch.cuda._sleep(500_000_000)  # the clock of an idle GPU is slow
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        torch.cuda._sleep(50_000_000)
-        last.record()
-        torch.cuda.synchronize()
-        _rate.append(50_000_000 / first.elapsed_time(last))
+        spent = []
+        for _ in range(5):
+            first.record()
+            torch.cuda._sleep(20_000_000)
+            last.record()
+            last.synchronize()
+            spent.append(first.elapsed_time(last))
+        _rate.append(20_000_000 / min(spent))  # the rest waited for other users of the GPU
     if milliseconds:
         torch.cuda._sleep(int(milliseconds * _rate[0]))
+
+
+def settled() -> int:
+    """Bytes that are allocated on the GPU once all that was let go of is free; peaks begin anew.
+
+    Memory that another stream used counts until PyTorch looks whether that stream is done.
+    """
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+@contextlib.contextmanager
+def one_rank(folder: Path, *backends: str) -> Iterator[None]:
+    """A process group of this process alone, with the first of `backends` that works here."""
+    for library in ("NCCL", "GLOO"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")  # a machine may have no other
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)
+    for i, backend in enumerate(backends):
+        store = dist.FileStore(str(folder / f"store-{i}"), 1)
+        try:
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+            dist.all_reduce(torch.ones(1, device=DEVICE))
+            break
+        except (RuntimeError, ValueError):
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            if backend == backends[-1]:
+                raise
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 class Weights:
@@ -78,7 +121,9 @@ def agree(averager: LatestWeightAverager, weights: Weights) -> bool:
         mean = {name: tensor.to(DEVICE) for name, tensor in averager.average().items()}
     torch.cuda.synchronize()
     want = weights.taken[-len(found) :]
-    exact = {n: sum(w[n].double() for w in want) / len(want) for n in ("wide", "narrow")}
+    # By a tensor: a number on the host would become a product with its reciprocal on the GPU.
+    count_of = torch.tensor(float(len(want)), dtype=torch.float64, device=DEVICE)
+    exact = {n: sum(w[n].double() for w in want) / count_of for n in ("wide", "narrow")}
     # PyTorch rounds to bfloat16 twice: the last bit may differ.
     near = (mean["narrow"] - exact["narrow"]).abs() <= exact["narrow"].abs() / 250
     return all(

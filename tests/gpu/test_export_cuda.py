@@ -1,11 +1,10 @@
 """Exports from a GPU: the same files as from a CPU, and shards gathered where the mesh is."""
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from cuda_support import one_rank
 from safetensors.torch import load_file
 from support import same_bits
 from torch import nn
@@ -71,13 +70,8 @@ def test_parts_move_to_the_mesh_to_be_gathered(
     monkeypatch.setattr(saving, "gather", watched)
     monkeypatch.setattr(saving, "_is_split", lambda sharding: True)
     collected(net(), store).save_pretrained(tmp_path / "plain")
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}
-    backend = "nccl" if DEVICE == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=0, world_size=1)
-    try:
+    with one_rank(tmp_path, "nccl" if DEVICE == "cuda" else "gloo"):
         averager = collected(fully_shard(net().to(DEVICE)), store)
         averager.save_pretrained(tmp_path / "sharded")
-    finally:
-        dist.destroy_process_group()
     assert devices == [DEVICE] * 6
     assert_same(tmp_path / "sharded", tmp_path / "plain")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cuda_support import make, sleep
+from cuda_support import make, one_rank, settled, sleep
 from support import same_bits
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,21 +33,8 @@ MIB = 1 << 20
 @pytest.fixture(scope="module", autouse=True)
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A process group of one: NCCL where it works, else gloo alone."""
-    if DEVICE == "cuda":
-        torch.cuda.set_device(0)
-    for backend in ("cpu:gloo,cuda:nccl", "gloo"):
-        store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
-        try:
-            dist.init_process_group(backend, store=store, rank=0, world_size=1)
-            dist.all_reduce(torch.ones(1, device=DEVICE))
-            break
-        except RuntimeError:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            if backend == "gloo":
-                raise
-    yield
-    dist.destroy_process_group()
+    with one_rank(tmp_path_factory.mktemp("group"), "cpu:gloo,cuda:nccl", "gloo"):
+        yield
 
 
 class Block(nn.Module):
@@ -253,9 +240,7 @@ def test_collecting_shards_adds_at_most_one_copy(how: str) -> None:
     run = train(how)
     tensors = {id(t): part(t) for t in run.model.state_dict(keep_vars=True).values()}
     size = sum(t.numel() * t.element_size() for t in tensors.values() if t.is_cuda)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    before = settled()
     averager = LatestWeightAverager(k=4)
     for _ in range(10):
         averager.collect(run.model)

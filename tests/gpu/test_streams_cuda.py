@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_support import DEVICE, Poison, Weights, agree, make, sleep
+from cuda_support import DEVICE, Poison, Weights, agree, make, settled, sleep
 from torch import Tensor, nn
 
 from torch_lawa import LatestWeightAverager
@@ -176,7 +176,8 @@ def test_a_model_that_lives_on_a_stream_of_its_own(kind: str, tmp_path: Path) ->
 def test_collecting_holds_nobody_and_wait_waits(kind: str, tmp_path: Path) -> None:
     weight = torch.zeros(2_000_000, device=DEVICE)
     averager = make(kind, tmp_path, k=2)
-    for _ in range(3):  # memory is made and page-locked on the way
+    for _ in range(3):  # memory is made and page-locked on the way, and kernels are loaded
+        weight.fill_(0.0)
         averager.collect({"w": weight})
     averager.wait()
     sleep(0)
@@ -311,10 +312,7 @@ def test_collecting_adds_at_most_one_copy(
         copies = 1 - sum(p.numel() * 4 for p in frozen.parameters()) / size
     elif "storage_dtype" in options:  # frozen parameters are kept as they are
         copies = 0.5 + sum(p.numel() * 2 for p in frozen.parameters()) / size
-    gc.collect()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    before = settled()
     averager = make(kind, tmp_path, k=4, **options)
     for _ in range(12 if kind == "host" else 6):
         averager.collect(model)
@@ -385,7 +383,7 @@ def test_control_the_poison_shows_where_an_order_is_missing(
 
     def three() -> None:
         for _ in range(3):
-            sleep(30.0 if broken is without_waiting_for_training else 0.0)
+            sleep(60.0 if broken is without_waiting_for_training else 0.0)
             weights.move()
             averager.collect(weights.tensors)
             weights.poison()

@@ -10,7 +10,16 @@ from torch_lawa.offline.sweep import plan_sweep, run_sweep
 from torch_lawa.recipes.replay import RunEvaluator
 from torch_lawa.recipes.task import Place
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> None:
+    """What other tests compiled would count against the limit after which PyTorch gives up."""
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize(
