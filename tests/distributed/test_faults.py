@@ -64,6 +64,7 @@ def messages(rank: int) -> dict[str, str]:
     normed, loader = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), [torch.ones(4, 2)]
     single = LatestWeightAverager(k=1)
     single.collect(normed)
+    averager.step(sharded, loss=1.0)
     place = Place(rank=rank, world_size=3)
 
     def failed() -> None:
@@ -109,15 +110,15 @@ def test_a_rank_that_stands_still_is_named(found: list[dict[str, Any]]) -> None:
         assert said.pop("timeouts") == "60.0 30.0"
         late = f"rank {LATE} of 3 did not come to "
         places = {
-            "step": "the first call of averager.step, OnPlateau(",
+            "step": "averager.step, call 2 within 1.5 s",
             "batch norm": "recalibrate_batch_norm of 1 layers within 1.5 s",
             "total": "messages.<locals>.<lambda> within 1.5 s",
             "failed": "a roll call after a failed exchange within 1.5 s",
         }
         for name, place in places.items():
             assert said[name].startswith(f"{late}{place}"), said[name]
-        assert "Rank 1 was last at averager.step, call 1 (pid " in said["batch norm"]
-        assert "ranks 0, 2 at averager.step, call 2" in said["different"]
+        assert "Rank 1 was last at averager.step, call 2 (pid " in said["batch norm"]
+        assert "ranks 0, 2 at averager.step, call 3" in said["different"]
         assert "rank 1 at recalibrate_batch_norm of 1 layers" in said["different"]
 
 
