@@ -2,6 +2,7 @@
 # Each makes its own virtual environment and installs through the pinned constraints.
 PYTHON ?= python3
 VENV := .venv
+GPU_TESTS ?= tests/gpu
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := pyproject.toml constraints.txt hatch_build.py src/torch_lawa/core/kernels.c
@@ -63,10 +64,12 @@ test-browser: $(VENV)/.dev
 	-$(BIN)/playwright install chromium
 	LAWA_SCREENSHOTS=runs/screenshots $(BIN)/python -m pytest -p no:xdist -m browser tests/browser
 
-# Needs no environment of ours: PYTHON is an interpreter with torch for CUDA and pytest.
+# Needs no environment of ours: PYTHON is an interpreter with torch for CUDA and pytest, and maybe
+# none of pytest's plugins. Tests that compile come last; one that stands still shows where.
 test-gpu:
-	PYTHONPATH=src:tests $(PYTHON) -m pytest -q -p no:cacheprovider --noconftest \
-	  -o addopts= -o timeout=0 -o filterwarnings=default -m gpu tests/gpu
+	PYTHONPATH=src:tests CUBLAS_WORKSPACE_CONFIG=:4096:8 $(PYTHON) -m pytest -p no:cacheprovider \
+	  --noconftest -o addopts= -o filterwarnings=default -o faulthandler_timeout=120 -m gpu \
+	  -v -ra --tb=short --durations=15 $(GPU_TESTS)
 
 bench: .venv-bench/.bench
 	.venv-bench/bin/python benchmarks/online.py

@@ -104,7 +104,7 @@ def test_a_mean_of_float64_weights_is_divided(kind: str, k: int, tmp_path) -> No
     for _ in range(k):
         with torch.no_grad():
             model.weight.normal_()
-        history.append(model.weight.detach().cpu())
+        history.append(model.weight.detach().cpu().clone())
         averager.collect(model)
     total = history[0]
     for tensor in history[1:]:
