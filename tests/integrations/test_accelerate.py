@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
-from accelerate.utils import ProjectConfiguration, set_seed
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from torch_lawa import LatestWeightAverager
+from torch_lawa import Every, LatestWeightAverager
 from torch_lawa.errors import ConfigError, SwapError
 from torch_lawa.integrations.accelerate import register_averager
 
@@ -233,3 +233,52 @@ def test_what_a_killed_save_left_goes_with_the_next(tmp_path: Path) -> None:
     run.accelerator.save_state(str(tmp_path / "last"))
     names = {path.name for path in (tmp_path / "last").iterdir()}
     assert {name for name in names if name.startswith("averager")} == {"averager.pt"}
+
+
+def test_resumed_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """Shuffled data and dropout, under the conditions that the guide names."""
+
+    def run(folder: Path, *, seed: int, stop: bool = False) -> tuple[dict[str, Tensor], Any]:
+        """Three epochs of 8 batches, saved after batch 3 of epoch 1, and resumed if it is there."""
+        set_seed(seed)
+        accelerator = Accelerator(
+            cpu=True,
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0),
+        )
+        model = nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.2), nn.Linear(5, 1))
+        data = torch.randn(32, 3, generator=torch.Generator().manual_seed(1))
+        model, optimizer, loader = accelerator.prepare(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=0.05),
+            DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator()),
+        )
+        averager = LatestWeightAverager(k=K, schedule=Every(2))
+        register_averager(accelerator, averager, model)
+        first, skip, weights = 0, 0, []
+        if folder.exists():
+            accelerator.load_state(str(folder))
+            first, skip = 1, 3
+        for epoch in range(first, 3):
+            loader.set_epoch(epoch)
+            batches = accelerator.skip_first_batches(loader, skip) if skip else loader
+            for number, inputs in enumerate(batches, skip + 1):
+                accelerator.backward(model(inputs).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if averager.step(model):
+                    weights.append(whole(model))
+                if (epoch, number) == (1, 3) and not folder.exists():
+                    accelerator.save_state(str(folder))
+                    if stop:
+                        return {}, averager
+            skip = 0
+        GradientState._reset_state()
+        assert same(averager.average(), mean(weights[-K:]))
+        return whole(model), averager
+
+    expected, straight = run(tmp_path / "straight", seed=0)
+    run(tmp_path / "parts", seed=0, stop=True)
+    found, resumed = run(tmp_path / "parts", seed=99)
+    assert same(found, expected)
+    assert same(resumed.average(), straight.average())
+    assert resumed.steps == straight.steps == [20, 22, 24]
