@@ -1,4 +1,4 @@
-"""docs/guides/coming-from.md and choosing.md: their code runs, and gives what they say it gives."""
+"""docs/guides: the code of averager, offline, coming-from and choosing does what they say."""
 
 import argparse
 import importlib.util
@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from support import same_bits
 from timm_support import import_timm
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+from transformers_support import tiny_model
 
 from torch_lawa import Every, LatestWeightAverager, recalibrate_batch_norm
 from torch_lawa.cli import main
@@ -290,6 +292,78 @@ def test_average_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert list(result) == ["model"]
         expected = sum(history[str(name)].double() for name in last) / 6
         assert same_bits(result["model"]["w"], expected.half())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing")
+def test_averager(bench: Bench) -> None:
+    (loop,) = blocks("averager.md", "The averager in your loop", "python")
+    bench.names |= {"val_loader": None, "evaluate": lambda model, loader: bench.evaluate(model)}
+    bench.run(loop)
+    epochs = bench.history[4::5]
+    assert same_bits(bench.evaluated[-1], mean(epochs[-6:]))
+    assert len(bench.evaluated) == 2
+    (when,) = blocks("averager.md", "When to collect", "python")
+    exec(when, bench.names)
+
+    average = bench.names["averager"].average()
+    (resume,) = blocks("averager.md", "Resuming", "python")
+    exec(resume, bench.names)
+    assert all(map(same_bits, bench.names["averager"].average().values(), average.values()))
+    (sharded,) = blocks("averager.md", "Sharded models", "python")
+    exec(sharded, bench.names | {"resuming": False, "folder": "checkpoint"})
+    exec(sharded, bench.names | {"resuming": True, "folder": "checkpoint"})
+
+    model, averager = tiny_model(), LatestWeightAverager(k=6)
+    for value in range(6):
+        model.lm_head.weight.data.fill_(value)
+        averager.collect(model)
+    names = {"torch": torch, "transformers": transformers, "model": model, "averager": averager}
+    (export,) = blocks("averager.md", "Exporting", "python")
+    exec(export, names)
+    assert torch.equal(names["model"].lm_head.weight, torch.full_like(model.lm_head.weight, 2.5))
+    small = load_file("small/model.safetensors")["lm_head.weight"]
+    assert (small.dtype, small.unique().item()) == (torch.bfloat16, 4)
+
+
+def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    history = {step: torch.randn(3, 2) for step in range(1000, 15000, 500)}
+    for step, weight in history.items():
+        Path(f"runs/gpt/step-{step}").mkdir(parents=True)
+        save_file({"w": weight}, f"runs/gpt/step-{step}/model.safetensors")
+    files = {name: torch.randn(4) for name in "ab"}
+    for name, weight in files.items():
+        torch.save({"w": weight}, f"{name}.pt")
+    save_file({"w": files["a"]}, "a.safetensors")
+    Path("mymodel").mkdir()
+    Path("mymodel/evaluation.py").write_text(
+        "def evaluate(s): return {'loss': s['w'][0, 0].item()}\n"
+    )
+
+    for section in ("Average", "Sweep: every k at once", "Watch: follow a live run", "Inspect"):
+        for words in commands("offline.md", section):
+            once = ["--once", "--settle", "0"] if words[0] == "watch" else []
+            if not any(word.startswith("s3://") for word in words):
+                assert main._run([*words, *once]) == 0, words
+    (python,) = blocks("offline.md", "From Python", "python")
+    exec(python.replace('"averaged"', '"python"'), {})
+
+    def window(newest: int, k: int) -> Tensor:
+        return mean([history[newest - 500 * age] for age in range(k)])
+
+    expected = {"averaged": window(14500, 6), "at-9000": window(9000, 6)}
+    expected |= {"latest": window(14500, 6), "averages/step-14500": window(14500, 6)}
+    expected |= {"python": window(14500, 6)}
+    for folder, weight in expected.items():
+        assert same_bits(load_file(f"{folder}/model.safetensors")["w"], weight), folder
+    assert same_bits(
+        torch.load("mean.pt")["w"], ((files["a"].double() + 3 * files["b"].double()) / 4).float()
+    )
+    rows = [json.loads(line) for line in Path("metrics.jsonl").read_text().splitlines()]
+    found = {(row["step"], row["k"]): row["loss"] for row in rows}
+    for k in (2, 4, 6, 10, 16):
+        assert found[14500, k] == window(14500, k)[0, 0].item()
 
 
 @pytest.fixture(scope="module")
