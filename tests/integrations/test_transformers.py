@@ -364,11 +364,18 @@ def test_training_again_begins_a_new_window(tmp_path: Path) -> None:
     assert len(history(ran, "eval_averaged_loss")) == 4
 
 
-def test_nothing_of_an_earlier_run_is_left_in_a_checkpoint(tmp_path: Path) -> None:
-    trainer(tmp_path, averaging(k=1)).train()
+def test_nothing_of_an_earlier_run_is_left_beside_a_model(tmp_path: Path) -> None:
+    first = trainer(tmp_path, averaging(k=1))
+    first.train()
+    first.save_model()
     assert (tmp_path / "checkpoint-4" / MODEL).exists()
-    trainer(tmp_path, averaging(k=3)).train()
+    second = trainer(tmp_path, averaging(k=3), load_best_model_at_end=True)
+    second.save_model()  # nothing was trained yet: nothing takes its place
+    assert (tmp_path / MODEL).exists()
+    second.train()
     assert not (tmp_path / "checkpoint-4" / MODEL).exists()
+    second.save_model()
+    assert not (tmp_path / MODEL).exists()
 
 
 def test_stores_and_coefficients(tmp_path: Path) -> None:

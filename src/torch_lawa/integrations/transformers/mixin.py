@@ -46,7 +46,6 @@ class LatestWeightAveragingMixin(_Base):
 
     _evaluating = False  # within our own call of `evaluate`, which calls itself for several sets
     _lent = False  # the model holds the average
-    _saving_checkpoint = False
 
     def add_callback(self, callback: Any) -> None:
         """As `Trainer.add_callback`; the Trainer calls it when it is made, too."""
@@ -112,7 +111,7 @@ class LatestWeightAveragingMixin(_Base):
             folder = Path(output_dir or str(self.args.output_dir)) / _MODEL
             if averaging.ready:
                 self._save_average(averaging, folder)
-            elif self._saving_checkpoint and self.args.should_save:
+            elif self.state.global_step and self.args.should_save:
                 remove(folder)  # of an earlier run with the same folders
         super().save_model(output_dir, _internal_call=_internal_call)
 
@@ -130,11 +129,7 @@ class LatestWeightAveragingMixin(_Base):
         averaging = self._averaging()
         if averaging is not None:
             averaging.before_save(self._trained, self.state.global_step)
-        self._saving_checkpoint = True
-        try:
-            super()._save_checkpoint(*args, **kwargs)
-        finally:
-            self._saving_checkpoint = False
+        super()._save_checkpoint(*args, **kwargs)
 
     # The window is saved and loaded with the optimizer: in the same cases (not with
     # `save_only_model`), before the file that makes a checkpoint valid, and before older ones go.
