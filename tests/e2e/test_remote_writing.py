@@ -83,18 +83,23 @@ def test_a_failed_upload_leaves_nothing(
 
 @pytest.mark.parametrize("older", [False, True])
 def test_killed_while_uploading(
-    fs: Any, bucket: str, lawa: Lawa, older: bool, tmp_path: Path
+    fs: Any, bucket: str, lawa: Lawa, older: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, states = f"s3://{bucket}", make_states()
     write_shards(fs, f"{bucket}/a/checkpoint-1", states[0])
     if older:
         write_shards(fs, f"{bucket}/out", states[1])
     words = ["average", f"{url}/a/checkpoint-1", "-o", f"{url}/out", "--overwrite"]
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     done = subprocess.run([sys.executable, "-c", KILLED, "3", *words], capture_output=True)
     assert done.returncode == -9, done.stderr
+    assert len(list(tmp_path.glob("lawa-upload.*"))) == 1
     left = names_in(fs, f"{bucket}/out")
     assert sum(name.endswith(".safetensors") for name in left) == (4 if older else 2)
     assert "model.safetensors.index.json" not in left  # so half old, half new is no checkpoint
     code, _, complained = lawa("inspect", f"{url}/out")
     assert code == 1
     assert "no checkpoint here" in complained
+    done = subprocess.run([sys.executable, "-m", "torch_lawa", *words], capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.glob("lawa-upload.*"))  # what the killed one left on this disk, too

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch_lawa.checkpoints.files import (
+    TEMPORARY,
     clear_stale,
     publish,
     remove,
@@ -133,8 +134,10 @@ def _aside(output: Output, shared: Path | None) -> Iterator[Path]:
         remove(folder)
         folder.mkdir()
     else:
-        folder = Path(tempfile.mkdtemp(prefix="lawa-"))
-        require_space(folder, output.space)
+        base = Path(tempfile.gettempdir(), "lawa-upload")
+        clear_stale(base)
+        require_space(base.parent, output.space)
+        folder = Path(tempfile.mkdtemp(TEMPORARY, f"{base.name}.{os.getpid()}."))
     try:
         yield folder
     finally:
