@@ -218,6 +218,16 @@ def memory(log: Log, name: str, model: nn.Module) -> None:
     print(f"\n{name}: a window of 6 in host memory adds {added:.3f} copies to the GPU's peak")
 
 
+def window_mean(window: list[torch.Tensor], name: str) -> torch.Tensor:
+    """float64 by hand; of integers and BatchNorm statistics the newest."""
+    if not window[-1].is_floating_point() or "running_" in name:
+        return window[-1]
+    total = window[0].double()
+    for tensor in window[1:]:
+        total = total + tensor.double()
+    return (total / len(window)).to(window[-1].dtype)
+
+
 def equality(log: Log, name: str, model: nn.Module, step: Step) -> None:
     """The same snapshots, averaged on the GPU, behind it, and on the CPU alone."""
     averagers = {
@@ -236,20 +246,14 @@ def equality(log: Log, name: str, model: nn.Module, step: Step) -> None:
         step()  # the weights move on while snapshots are under way
         if len(taken) < 5:
             continue
+        exact = {n: window_mean([state[n] for state in taken[-5:]], n) for n in taken[-1]}
         for label, averager in averagers.items():
             results = {"average": averager.average()}
             with averager.swapped_into(model):
                 results["swap"] = {n: t.clone() for n, t in model.state_dict().items()}
             for route, result in results.items():
                 for n, value in result.items():
-                    exact = taken[-1][n]
-                    if value.is_floating_point() and "running_" not in n:
-                        window = [state[n].double() for state in taken[-5:]]
-                        total = window[0]
-                        for term in window[1:]:
-                            total = total + term
-                        exact = (total / 5).to(value.dtype)
-                    if not torch.equal(value.cpu(), exact):
+                    if not torch.equal(value.cpu(), exact[n]):
                         equal = False
                         print(f"  NOT EQUAL: {label}, {route}, {n}")
     log.add(kind="equality", model=name, equal=equal)
