@@ -68,7 +68,7 @@ test-browser: $(VENV)/.dev
 # none of pytest's plugins. Tests that compile come last; one that stands still shows where.
 test-gpu:
 	PYTHONPATH=src:tests CUBLAS_WORKSPACE_CONFIG=:4096:8 $(PYTHON) -m pytest -p no:cacheprovider \
-	  --noconftest -o addopts= -o filterwarnings=default -o faulthandler_timeout=120 -m gpu \
+	  --noconftest -o addopts= -o timeout=0 -o filterwarnings=default -o faulthandler_timeout=120 -m gpu \
 	  -v -ra --tb=short --durations=15 $(GPU_TESTS)
 
 bench: .venv-bench/.bench
