@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning_support import QUIET, Net, Watch, loader, loss, mean, same, trainer, weights
 
@@ -156,3 +157,17 @@ def test_both_see_the_same_batches_and_training_is_as_ever(tmp_path):
     assert same(found[0][0], found[1][0])
     for plain, both in zip(found[0][1], found[1][1], strict=True):
         assert plain["val_loss"] == both["val_loss"] == both["val_loss_averaged"]
+
+
+def test_metrics_of_other_callbacks_have_no_averaged_version(tmp_path):
+    class Logging(Callback):
+        def on_validation_epoch_end(self, trainer, pl_module):
+            pl_module.log("theirs", float(trainer.current_epoch))
+
+    watch, averaging = Watch(), LatestWeightAveraging(k=2, side_by_side=True)
+    run = trainer(tmp_path, averaging, Logging(), watch, max_epochs=3)
+    run.fit(Net(), loader(), loader(seed=1))
+    # Before the average is there, nobody knows who logged what; later no old value stays.
+    assert [metrics["theirs"] for metrics in watch.metrics] == [0, 1, 2]
+    assert [metrics.get("theirs_averaged") for metrics in watch.metrics] == [0, None, None]
+    assert all("val_worst_averaged" in metrics for metrics in watch.metrics)

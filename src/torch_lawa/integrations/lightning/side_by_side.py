@@ -109,13 +109,11 @@ class _TwiceLoop(EvaluationLoop):
             return
         if self.trainer.sanity_checking:
             return
-        self.outputs, others = self._logged_outputs, self.others
+        self.outputs = self._logged_outputs
         if self.trainer.state.fn == "fit":
-            # What monitors a metric must find it from the first validation on.
             for callback in self.averagings:
-                if not callback.serves(self.trainer):
-                    others += [own.renamed(callback.name) for own in _logged(self._results)]
-        for logged in others:
+                self._stand_in(callback)
+        for logged in self.others:
             self._results.log(
                 "on_test_epoch_end" if self.trainer.testing else "on_validation_epoch_end",
                 logged.name,
@@ -126,6 +124,17 @@ class _TwiceLoop(EvaluationLoop):
                 add_dataloader_idx=False,
                 batch_size=1,
             )
+
+    def _stand_in(self, callback: Averaging) -> None:
+        """What monitors a metric must find it from the first validation on, and then no old one."""
+        own = [logged.renamed(callback.name) for logged in _logged(self._results)]
+        if not callback.serves(self.trainer):
+            self.others += own
+            return
+        averaged = {logged.name for logged in self.others}
+        for logged in own:
+            if logged.name not in averaged:  # a callback logged it
+                vars(self.trainer._logger_connector)["_callback_metrics"].pop(logged.name, None)
 
     def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
         super()._on_evaluation_end(*args, **kwargs)
