@@ -50,8 +50,8 @@ def main(folder: str = "runs/digits", *, stop_after: int = EPOCHS) -> tuple[floa
     averager = LatestWeightAverager(k=6)
     register_averager(accelerator, averager, model)
 
-    first = len(list(Path(folder).glob("checkpoints/*")))
-    if first:
+    first = 0
+    if any(Path(folder).glob("checkpoints/*")):
         accelerator.load_state()
         first = naming.iteration = averager.num_collected
 

@@ -71,7 +71,9 @@ def main(folder: Path, *, stop_after: int = EPOCHS) -> tuple[float, float]:
                 mean = loss_of(model, *test)
         print(f"epoch {epoch + 1:2d}   raw {raw:.3f}   mean of the last {averager.k} {mean:.3f}")
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save({**state, "averager": averager.state_dict(), "epoch": epoch + 1}, last)
+        state |= {"averager": averager.state_dict(), "epoch": epoch + 1}
+        torch.save(state, folder / "next.pt")
+        (folder / "next.pt").replace(last)  # killed meanwhile, the last one is whole
     return raw, mean
 
 
