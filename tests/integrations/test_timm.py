@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import update_bn
 
 from torch_lawa import LatestWeightAverager, average_checkpoints, plan_average
-from torch_lawa.errors import ConfigError, LayoutError
+from torch_lawa.errors import ConfigError, LayoutError, SwapError
 from torch_lawa.integrations.timm import timm_checkpoint
 from torch_lawa.integrations.torch_swa import from_averaged_model, to_averaged_model
 
@@ -114,6 +114,8 @@ def test_refusals() -> None:
     history_of(model, averager, 1)
     with pytest.raises(ConfigError, match="'state_dict_ema'"):
         timm_checkpoint(model, averager, state_dict_ema={})
+    with averager.swapped_into(model), pytest.raises(SwapError, match="timm_checkpoint was called"):
+        timm_checkpoint(model, averager)
     with pytest.raises(LayoutError, match=r"body.0.weight.*no such tensor"):
         timm_checkpoint(nn.Linear(2, 2), averager)
     other = Net()
