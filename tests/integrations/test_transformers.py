@@ -483,6 +483,11 @@ def test_mistakes_are_found_when_the_callback_is_made(
             },
             r"set LatestWeightAveragingCallback\(metrics='averaged'\)",
         ),
+        (
+            {"metrics": "averaged"},
+            {"metric_for_best_model": "eval_averaged_loss"},
+            "set metric_for_best_model='eval_loss', or metrics='both'",
+        ),
     ],
 )
 def test_mistakes_are_found_when_the_trainer_is_made(
@@ -509,6 +514,13 @@ def test_mistakes_are_found_before_the_first_step(
     with pytest.raises(ConfigError, match=message):
         ran.train()
     assert ran.state.global_step == 0
+
+
+def test_a_metric_that_will_not_come_is_found_at_the_first_evaluation(tmp_path: Path) -> None:
+    ran = trainer(tmp_path, averaging(k=3), metric_for_best_model="eval_averaged_acuracy")
+    with pytest.raises(ConfigError, match=r"gives no eval_acuracy.* It gives eval_loss, eval_runt"):
+        ran.train()
+    assert ran.state.global_step == 2
 
 
 class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]

@@ -231,6 +231,12 @@ class LatestWeightAveragingCallback(TrainerCallback):
                 "collect_strategy='steps' (and collect_every) or 'epoch'."
             )
         metric = str(args.metric_for_best_model)
+        if self.metrics == "averaged" and selects_average(metric):
+            raise ConfigError(
+                f"metric_for_best_model={metric!r} with metrics='averaged', where the average's "
+                "metrics have the names that Trainer gives them: set "
+                f"metric_for_best_model={metric.replace('averaged_', '', 1)!r}, or metrics='both'."
+            )
         follows = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
         if follows in ("reduce_lr_on_plateau", "greedy") and selects_average(metric):
             raise ConfigError(

@@ -147,10 +147,15 @@ class LatestWeightAveragingMixin(_Base):
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         averaging = self._averaging()
-        if averaging is not None and not averaging.ready and self._selects_average(averaging):
-            name = self.args.metric_for_best_model or ""
-            if f"eval_{name.removeprefix('eval_')}" not in metrics:
-                return False  # it will come with the first average
+        metric = self.args.metric_for_best_model or ""
+        if averaging is not None and not averaging.ready and selects_average(metric):
+            name = metric.removeprefix("eval_averaged_").removeprefix("averaged_")
+            if f"eval_{name}" in metrics:
+                return False  # the average's will come with the first one
+            raise ConfigError(
+                f"metric_for_best_model={metric!r}: an evaluation gives no eval_{name}, so there "
+                f"will be none of the average. It gives {', '.join(metrics)}."
+            )
         return super()._determine_best_metric(metrics, trial)
 
     def _load_best_model(self) -> None:
@@ -160,7 +165,8 @@ class LatestWeightAveragingMixin(_Base):
             return
         self.accelerator.wait_for_everyone()  # the main process may still be writing
         best = Path(str(self.state.best_model_checkpoint))
-        averaged = self._selects_average(averaging) and (best / _MODEL).is_dir()
+        by_average = selects_average(self.args.metric_for_best_model or "")
+        averaged = (averaging.metrics == "averaged" or by_average) and (best / _MODEL).is_dir()
         if not averaged or self.is_fsdp_enabled:
             super()._load_best_model()
         if averaged and self.is_fsdp_enabled:
@@ -200,11 +206,6 @@ class LatestWeightAveragingMixin(_Base):
         """Whether FSDP is told to save whole models."""
         plugin: Any = self.accelerator.state.fsdp_plugin
         return "FULL_STATE_DICT" in str(plugin.state_dict_type)
-
-    def _selects_average(self, averaging: LatestWeightAveragingCallback) -> bool:
-        """Whether the best model is chosen by how well the average does."""
-        metric = self.args.metric_for_best_model or ""
-        return averaging.metrics == "averaged" or selects_average(metric)
 
     @contextlib.contextmanager
     def _judged_average(self, averaging: LatestWeightAveragingCallback) -> Iterator[None]:
