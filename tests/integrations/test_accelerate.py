@@ -15,12 +15,14 @@ from accelerate.state import AcceleratorState, DistributedType, GradientState, P
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 from ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from torch_lawa import Every, LatestWeightAverager
-from torch_lawa.errors import ConfigError, SwapError
+from torch_lawa import Every, LatestWeightAverager, OnPlateau
+from torch_lawa.errors import ConfigError, StateError, SwapError
 from torch_lawa.integrations.accelerate import register_averager
+from torch_lawa.integrations.window_files import load_window, save_window
 
 K = 3
 
@@ -282,3 +284,20 @@ def test_resumed_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     assert same(found, expected)
     assert same(resumed.average(), straight.average())
     assert resumed.steps == straight.steps == [20, 22, 24]
+
+
+def test_shards_in_another_window_say_why(tmp_path: Path) -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = fully_shard(nn.Linear(2, 2))
+        averager = LatestWeightAverager(k=2)
+        averager.collect(model)
+        save_window(averager, model, tmp_path / "averager", writes=True)
+        with pytest.raises(StateError, match=r"slots\.2.*the k they were saved with, or a smaller"):
+            load_window(LatestWeightAverager(k=3), model, tmp_path / "averager")
+        with pytest.raises(StateError, match=r"the schedule Every .* has OnPlateau: build it"):
+            other = LatestWeightAverager(k=2, schedule=OnPlateau())
+            load_window(other, model, tmp_path / "averager")
+    finally:
+        dist.destroy_process_group()

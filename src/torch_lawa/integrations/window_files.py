@@ -62,8 +62,10 @@ def load_window(averager: LatestWeightAverager, model: nn.Module, path: Path) ->
             with warnings.catch_warnings():  # that there is only one process
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
                 load({"averager": averager}, checkpoint_id=path)
-        except (Exception, CheckpointException) as error:  # which is no Exception
-            raise _unreadable(path, error) from error
+        except CheckpointException as error:  # says only which ranks failed, and holds why
+            reason, _ = next(iter(error.failures.values()))
+            hint = " Shards load into the k they were saved with, or a smaller one."
+            raise _unreadable(path, reason, hint) from error
         return True
     if not file.is_file():
         return False
@@ -80,9 +82,9 @@ def load_window(averager: LatestWeightAverager, model: nn.Module, path: Path) ->
     return True
 
 
-def _unreadable(path: Path, error: BaseException) -> StateError:
-    reason = str(error).partition("\n")[0]
+def _unreadable(path: Path, error: BaseException, hint: str = "") -> StateError:
+    reason = str(error).partition("\n")[0].removesuffix(".")
     return StateError(
-        f"{path}: the window cannot be read ({reason}). Resume from an older checkpoint, or "
+        f"{path}: the window cannot be read: {reason}.{hint} Resume from an older checkpoint, or "
         "remove it to begin a new window."
     )
