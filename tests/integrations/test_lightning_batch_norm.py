@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
@@ -240,16 +241,21 @@ class Counting(torch.utils.data.Sampler[int]):
         yield from torch.randperm(24, generator=torch.Generator().manual_seed(self.used)).tolist()
 
 
-@pytest.mark.parametrize("in_batches", [False, True])
-def test_samplers_that_count_are_not_disturbed(tmp_path, in_batches):
+@pytest.mark.parametrize("kind", ["sampler", "batches", "for several processes"])
+def test_samplers_that_count_are_not_disturbed(tmp_path, kind):
     final = []
-    for extra in ([], [LatestWeightAveraging(k=2)]):
+    for extra in ([], [LatestWeightAveraging(k=2, update_every_n_steps=1)]):
         sampler, model = Counting(), Net(batch_norm=True)
         options: dict[str, Any] = {"sampler": sampler, "batch_size": 8}
-        if in_batches:
+        if kind == "batches":
             options = {"batch_sampler": torch.utils.data.BatchSampler(sampler, 8, False)}
+        if kind == "for several processes":
+            options["sampler"] = DistributedSamplerWrapper(
+                sampler, num_replicas=1, rank=0, shuffle=False
+            )
         train = torch.utils.data.DataLoader(data(), **options)
-        trainer(tmp_path, *extra, max_epochs=4).fit(model, train, loader(seed=1))
+        run = trainer(tmp_path, *extra, max_epochs=4, val_check_interval=1)
+        run.fit(model, train, loader(seed=1))
         final.append(weights(model))
         assert sampler.used == 4
     assert same(*final)

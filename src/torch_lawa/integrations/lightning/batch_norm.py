@@ -131,12 +131,10 @@ def generator_states(loaders: Iterable[Any]) -> dict[torch.Generator, Tensor]:
     """The states of generators that loaders have for themselves, to be put back."""
     states: dict[torch.Generator, Tensor] = {}
     for loader in loaders:
-        batches = getattr(loader, "batch_sampler", None)
-        sampler = getattr(loader, "sampler", None)
-        for owner in (loader, sampler, batches, getattr(batches, "sampler", None)):
-            generator = getattr(owner, "generator", None)
-            if isinstance(generator, torch.Generator):
-                states[generator] = generator.get_state()
+        generator = getattr(loader, "generator", None)
+        if isinstance(generator, torch.Generator):
+            states[generator] = generator.get_state()
+        states.update(generator_states(_samplers(loader).values()))
     return states
 
 
@@ -173,11 +171,22 @@ def _aside(loader: Any) -> Any:
         other = copy.copy(loader)
     except TypeError:
         return loader  # an iterator: there is only one
-    inside = getattr(other, "__dict__", {})
-    for name in ("sampler", "batch_sampler"):
-        if inside.get(name) is not None:
-            inside[name] = _aside(inside[name])
+    for name, sampler in _samplers(other).items():
+        vars(other)[name] = _aside(sampler)
     if isinstance(other, DataLoader):
         # Workers that persist are those of the running iteration, and a second one would end it.
-        inside.update(_iterator=None, persistent_workers=False)
+        vars(other).update(_iterator=None, persistent_workers=False)
     return other
+
+
+def _samplers(loader: Any) -> dict[str, Any]:
+    """The samplers of a loader, or of a sampler, by the names of its attributes."""
+    found = {
+        name: value
+        for name, value in getattr(loader, "__dict__", {}).items()
+        if name in ("sampler", "batch_sampler", "_sampler", "dataset") and value is not None
+    }
+    # With several processes Lightning puts one's own sampler into a "dataset" of another.
+    if not hasattr(found.get("dataset"), "_sampler"):
+        found.pop("dataset", None)
+    return found
