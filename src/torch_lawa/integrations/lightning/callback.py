@@ -22,7 +22,12 @@ from torch_lawa.integrations.lightning.names import (
     rank_zero_warn,
 )
 from torch_lawa.integrations.lightning.plan import Plan
-from torch_lawa.integrations.lightning.shards import check_strategy, let_go, trained_model
+from torch_lawa.integrations.lightning.shards import (
+    check_strategy,
+    keep_in_step,
+    let_go,
+    trained_model,
+)
 from torch_lawa.integrations.lightning.side_by_side import evaluate_twice
 from torch_lawa.stores.base import Store
 
@@ -309,6 +314,7 @@ class LatestWeightAveraging(Callback):
         model = trained_model(trainer)
         let_go(model)
         with contextlib.ExitStack() as lent:
+            lent.enter_context(keep_in_step(model))
             lent.enter_context(self.averager.swapped_into(model))
             lent.callback(let_go, model)  # before its own weights return
             self.statistics.put_into(trainer, self.averager)

@@ -7,6 +7,7 @@ a gathered copy of them is around.
 """
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -18,6 +19,7 @@ from torch_lawa.integrations.lightning.names import Trainer, rank_zero_warn
 __all__ = [
     "callable_model",
     "check_strategy",
+    "keep_in_step",
     "let_go",
     "num_owners",
     "sharded",
@@ -71,6 +73,21 @@ def let_go(model: nn.Module) -> None:
             from torch.distributed.fsdp._runtime_utils import _reshard
 
             _reshard(module, handle, True)
+
+
+@contextlib.contextmanager
+def keep_in_step(model: nn.Module) -> Iterator[None]:
+    """Let DDP forget that there was a forward pass inside.
+
+    It sends the buffers of rank 0 before the first pass after a step. The trained weights, which
+    come next, need that as if they had been the first.
+    """
+    before = vars(model).get("require_forward_param_sync")
+    try:
+        yield
+    finally:
+        if before is not None:
+            vars(model)["require_forward_param_sync"] = before
 
 
 def check_strategy(trainer: Trainer) -> None:
