@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -15,6 +16,8 @@ def provenance() -> dict[str, Any]:
     import torch
 
     def git(*words: str) -> str:
+        if shutil.which("git") is None:
+            return ""
         done = subprocess.run(["git", *words], capture_output=True, text=True)
         return done.stdout.strip()
 

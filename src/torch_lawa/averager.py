@@ -80,11 +80,13 @@ class LatestWeightAverager:
         _one_of("sliding", sliding, ("auto", True, False))
         _one_of("storage_dtype", storage_dtype, (None, torch.bfloat16, torch.float16))
         if not isinstance(store, Store):
-            _one_of("store", store, ("host", "device"))
+            _one_of("store", store, ("host", "device"), " Or give a DiskStore(folder).")
             store = HostStore() if store == "host" else DeviceStore()
         self._coefficients: Coefficients = coefficients if coefficients is not None else Uniform()
+        _check_kind("coefficients", self._coefficients, "weights", "Uniform() or Exponential(0.9)")
         self._coefficients.weights(k)  # explicit weights must be enough for the window
         self._schedule: Schedule = schedule if schedule is not None else Every(1)
+        _check_kind("schedule", self._schedule, "due", "Every(n) or OnPlateau()")
         expected = self._schedule.expected()
         if before_full == "wait" and expected is not None and expected < k:
             raise ConfigError(
@@ -172,8 +174,8 @@ class LatestWeightAverager:
                     "the averager's state saved with it, or call averager.reset()."
                 )
             label = self.steps[-1] + 1
-        self._meet(model, f"the first call of averager.collect, of step {label},")
         selection = self._select(model)
+        self._meet(model, f"the first call of averager.collect, of step {label},")
         counters = {**self._counters(), "num_collected": self._num_collected + 1}
         notes = {**counters, "ties": selection.ties}
         with ordinary_mode():
@@ -383,7 +385,12 @@ class LatestWeightAverager:
         self._num_collected = int(counters["num_collected"])
 
 
-def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
+def _check_kind(name: str, value: object, method: str, examples: str) -> None:
+    if isinstance(value, type) or not hasattr(value, method):
+        raise ConfigError(f"{name}={value!r}: give one of these: {examples}.")
+
+
+def _one_of(name: str, value: object, choices: tuple[object, ...], hint: str = "") -> None:
     if not any(value is c or (type(value) is type(c) and value == c) for c in choices):
         wanted = ", ".join(repr(c) for c in choices)
-        raise ConfigError(f"{name}={value!r}: choose one of {wanted}.")
+        raise ConfigError(f"{name}={value!r}: choose one of {wanted}.{hint}")

@@ -104,13 +104,14 @@ def test_json_for_programs(run: Path, lawa: Lawa) -> None:
         (("sweep", "run", "--k", "6", "-o", "s"), 1, "no window has that many"),
         (("sweep", "run", "--k", "2", "--at", "150", "-o", "s"), 1, "no checkpoint at 150"),
         (("sweep", "run", "--k", "2", "--evaluator", "no.such:f"), 2, "no"),
-        (("sweep", "run", "--k", "2", "--evaluator", "json:dumps"), 1, "named values"),
+        (("sweep", "run", "--k", "2", "--evaluator", "bad:number"), 1, "named values"),
+        (("sweep", "run", "--k", "2", "--evaluator", "bad:tensor"), 1, "Tensor as 'w': return one"),
     ],
 )
 def test_mistakes(run: Path, lawa: Lawa, args: tuple[str, ...], code: int, message: str) -> None:
-    if "json:dumps" in args:
-        Path("bad.py").write_text("def f(state): return 1\n")
-        args = (*args[:-1], "bad:f")
+    Path("bad.py").write_text(
+        "def number(state): return 1\ndef tensor(state): return {'w': state['w']}\n"
+    )
     found, _, complained = lawa(*args)
     assert found == code, complained
     assert message in complained
@@ -126,7 +127,8 @@ def test_nan_is_spoken_of(run: Path, lawa: Lawa) -> None:
     assert "the mean of 'w' holds NaN or Inf" in complained
 
 
-EVALUATOR = "def evaluate(state):\n    return {'size': float(state['w'].double().abs().sum())}\n"
+# A tensor of one number, as people return them.
+EVALUATOR = "def evaluate(state):\n    return {'size': state['w'].double().abs().sum()}\n"
 
 
 def test_a_sweep_evaluates_every_window(run: Path, lawa: Lawa) -> None:

@@ -128,3 +128,15 @@ def test_mean_of_identical_snapshots_is_the_snapshot_to_the_last_bit() -> None:
     for k in range(1, 20):
         mean = fast_mean([snapshot] * k, Uniform().weights(k), torch.float32)
         assert same_bits(mean, snapshot)
+
+
+def test_off_the_cpu_it_is_divided_by_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a number CUDA multiplies with the reciprocal, whose rounding would be a second one."""
+    divisors: list[object] = []
+    monkeypatch.setattr(torch, "div", lambda total, by, out: divisors.append(by))
+    for device in ("cpu", "meta"):
+        total = torch.empty(4, dtype=torch.float64, device=device)
+        mean_module.divide(total, 3.0, out=total)
+    assert divisors[0] == 3.0
+    assert isinstance(divisors[1], Tensor)
+    assert (divisors[1].device.type, divisors[1].dtype) == ("meta", torch.float64)

@@ -49,6 +49,8 @@ def agree(model: nn.Module | Mapping[str, Tensor], due: bool, call: int) -> None
 def _groups(model: nn.Module | Mapping[str, Tensor], *, copies: bool) -> "list[ProcessGroup]":
     """The groups of more than one process that share a model, in one order in all of them."""
     found: dict[str, ProcessGroup] = {}
+    if not isinstance(model, nn.Module | Mapping):
+        return []  # refused when a snapshot is taken of it
     for tensor in model.parameters() if isinstance(model, nn.Module) else model.values():
         if not is_sharded(tensor):
             continue

@@ -43,7 +43,7 @@ def mean_reference(snapshots: Sequence[Tensor], weights: Weights, dtype: torch.d
     for term in terms[1:]:
         total = total + term
     out = torch.empty(total.shape, dtype=dtype, device=total.device)
-    round_into(out, total / weights.divisor)
+    round_into(out, total / torch.full_like(total, weights.divisor))
     return out
 
 
@@ -89,7 +89,12 @@ def divide(total: Tensor, divisor: float, *, out: Tensor) -> Tensor:
     """`total / divisor`, by multiplication where that has the same bits at half the cost."""
     if math.frexp(divisor)[0] == 0.5:  # a power of two
         return torch.mul(total, 1.0 / divisor, out=out)
-    return torch.div(total, divisor, out=out)
+    if total.device.type == "cpu":
+        return torch.div(total, divisor, out=out)
+    # By a number CUDA does not divide: it multiplies by the reciprocal, and rounds twice.
+    return torch.div(
+        total, torch.full((), divisor, dtype=total.dtype, device=total.device), out=out
+    )
 
 
 def round_into(out: Tensor, exact: Tensor) -> None:

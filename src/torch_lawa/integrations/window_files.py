@@ -78,7 +78,10 @@ def load_window(averager: LatestWeightAverager, model: nn.Module, path: Path) ->
         state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
         raise _unreadable(file, error) from error
-    averager.load_state_dict(state)
+    try:
+        averager.load_state_dict(state)
+    except StateError as error:
+        raise StateError(f"{file}: {error}") from None
     return True
 
 

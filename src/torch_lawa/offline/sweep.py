@@ -317,6 +317,19 @@ def _evaluate(
         "weights": "raw" if window.k == 1 else "averaged",
         "k": _k(window),
         "batch_norm": None,
-        **values,
+        **{name: _plain(name, value) for name, value in values.items()},
         "evaluate_seconds": seconds,
     }
+
+
+def _plain(name: str, value: Any) -> float | int | str | None:
+    """What a metrics file can hold: of arrays and tensors the one number they are."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(
+            f"the evaluator returned {type(value).__name__} as {name!r}: return one number, such "
+            "as value.item()."
+        ) from None
