@@ -1,5 +1,7 @@
 """The averager people put in their training loop."""
 
+import copy
+import io
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -12,6 +14,7 @@ from torch_lawa import averager_state, export
 from torch_lawa.core.agreement import agree, meet
 from torch_lawa.core.coefficients import Coefficients, Uniform
 from torch_lawa.core.modes import ordinary_mode
+from torch_lawa.core.options import check_kind, one_of
 from torch_lawa.core.schedule import Every, Schedule
 from torch_lawa.core.selection import BufferRule, FrozenRule, Selector, live_tensors
 from torch_lawa.errors import ConfigError, NotReadyError, StateError
@@ -72,21 +75,22 @@ class LatestWeightAverager:
         frozen: FrozenRule = "keep",
         sliding: Sliding = "auto",
     ) -> None:
+        self._options = {name: given for name, given in locals().items() if name != "self"}
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise ConfigError(f"k={k!r}: the number of snapshots must be an int of at least 1.")
-        _one_of("before_full", before_full, ("wait", "average"))
-        _one_of("buffers", buffers, ("newest", "average"))
-        _one_of("frozen", frozen, ("keep", "omit"))
-        _one_of("sliding", sliding, ("auto", True, False))
-        _one_of("storage_dtype", storage_dtype, (None, torch.bfloat16, torch.float16))
+        one_of("before_full", before_full, ("wait", "average"))
+        one_of("buffers", buffers, ("newest", "average"))
+        one_of("frozen", frozen, ("keep", "omit"))
+        one_of("sliding", sliding, ("auto", True, False))
+        one_of("storage_dtype", storage_dtype, (None, torch.bfloat16, torch.float16))
         if not isinstance(store, Store):
-            _one_of("store", store, ("host", "device"), " Or give a DiskStore(folder).")
+            one_of("store", store, ("host", "device"), " Or give a DiskStore(folder).")
             store = HostStore() if store == "host" else DeviceStore()
         self._coefficients: Coefficients = coefficients if coefficients is not None else Uniform()
-        _check_kind("coefficients", self._coefficients, "weights", "Uniform() or Exponential(0.9)")
+        check_kind("coefficients", self._coefficients, "weights", "Uniform() or Exponential(0.9)")
         self._coefficients.weights(k)  # explicit weights must be enough for the window
         self._schedule: Schedule = schedule if schedule is not None else Every(1)
-        _check_kind("schedule", self._schedule, "due", "Every(n) or OnPlateau()")
+        check_kind("schedule", self._schedule, "due", "Every(n) or OnPlateau()")
         expected = self._schedule.expected()
         if before_full == "wait" and expected is not None and expected < k:
             raise ConfigError(
@@ -146,6 +150,12 @@ class LatestWeightAverager:
             f"{self._window.describe()}{stored}, {self._coefficients})"
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are averagers of their own, with the same snapshots and options."""
+        file = io.BytesIO()
+        torch.save(self.state_dict(), file)
+        return _restored, (type(self), copy.deepcopy(self._options), file.getvalue())
+
     def bind(self, model: nn.Module | Mapping[str, Tensor]) -> None:
         """Learn the names, shapes and shards of a model without taking a snapshot.
 
@@ -176,18 +186,17 @@ class LatestWeightAverager:
             label = self.steps[-1] + 1
         selection = self._select(model)
         self._meet(model, f"the first call of averager.collect, of step {label},")
-        counters = {**self._counters(), "num_collected": self._num_collected + 1}
-        notes = {**counters, "ties": selection.ties}
+        num = self._num_collected
+        notes = {**self._counters(), "num_collected": num + 1, "ties": selection.ties}
         with ordinary_mode():
-            self._window.put(Snapshot(self._num_collected, label), selection, notes)
-        self._num_collected += 1
+            self._window.put(Snapshot(num, label), selection, notes)
+        self._num_collected = num + 1
 
     def step(self, model: nn.Module | Mapping[str, Tensor], *, loss: float | None = None) -> bool:
         """Count one step (or epoch) and collect if the schedule says so; tells whether it did.
 
-        Of a sharded model every process must collect or none: at the first call they see that all
-        have the same schedule, and where a loss decides (`OnPlateau`) they compare at every call;
-        an error says who differs. Give all of them the same loss.
+        Of a sharded model every process must collect or none. At the first call they compare their
+        schedules, and at every call where a loss decides (`OnPlateau`): give all the same one.
 
         >>> from torch_lawa import Every
         >>> averager = LatestWeightAverager(k=2, schedule=Every(10))
@@ -243,8 +252,8 @@ class LatestWeightAverager:
 
         Values are copied into the model's own tensors, so optimizers, compiled graphs and CUDA
         graphs stay valid. Buffers return as well, so BatchNorm statistics may be re-estimated
-        inside the block. While it lasts it takes one copy of the weights on their device: that of
-        which `collect` has made use already where the store is not the device itself.
+        inside the block. It takes one copy of the weights on their device: the one that `collect`
+        uses, too, where the store is another place.
         """
         n = self._window_size(k)
         live = live_tensors(model)
@@ -385,12 +394,9 @@ class LatestWeightAverager:
         self._num_collected = int(counters["num_collected"])
 
 
-def _check_kind(name: str, value: object, method: str, examples: str) -> None:
-    if isinstance(value, type) or not hasattr(value, method):
-        raise ConfigError(f"{name}={value!r}: give one of these: {examples}.")
-
-
-def _one_of(name: str, value: object, choices: tuple[object, ...], hint: str = "") -> None:
-    if not any(value is c or (type(value) is type(c) and value == c) for c in choices):
-        wanted = ", ".join(repr(c) for c in choices)
-        raise ConfigError(f"{name}={value!r}: choose one of {wanted}.{hint}")
+def _restored(
+    cls: type[LatestWeightAverager], options: dict[str, Any], state: bytes
+) -> LatestWeightAverager:
+    averager = cls(**options)
+    averager.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
+    return averager

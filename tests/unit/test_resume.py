@@ -2,6 +2,8 @@
 
 import copy
 import io
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import assert_same_state, small_net
+from support import assert_same_state, shake, small_net
 from torch import nn
 
 from torch_lawa import DiskStore, Every, LatestWeightAverager, OnPlateau
-from torch_lawa.errors import StateError
+from torch_lawa.errors import StateError, StoreError
 
 
 class Run:
@@ -187,3 +189,40 @@ def test_another_schedule_is_refused() -> None:
     state = LatestWeightAverager(k=2, schedule=Every(2)).state_dict()
     with pytest.raises(StateError, match=r"Every and this averager has OnPlateau"):
         LatestWeightAverager(k=2, schedule=OnPlateau()).load_state_dict(state)
+
+
+@pytest.mark.parametrize("store", ["host", "device"])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda a: pickle.loads(pickle.dumps(a))]
+)
+def test_a_copy_goes_on_by_itself(copied: Callable[[Any], Any], store: str) -> None:
+    model, options = small_net(), {"k": 3, "storage_dtype": torch.bfloat16, "sliding": True}
+    first, alone = (
+        LatestWeightAverager(schedule=Every(2), store=store, **options)  # type: ignore[arg-type]
+        for _ in range(2)
+    )
+    for averager in (first, alone):
+        torch.manual_seed(0)
+        for _ in range(9):
+            shake(model)
+            averager.step(model)
+    before = {name: tensor.clone() for name, tensor in first.average().items()}
+    other = copied(first)
+    assert repr(other) == repr(first)
+    for averager in (other, alone):
+        torch.manual_seed(1)
+        for _ in range(3):
+            shake(model)
+            averager.step(model)
+    assert other.steps == alone.steps == [8, 10, 12]
+    assert_same_state(other.average(), alone.average())
+    assert first.steps == [4, 6, 8]
+    assert_same_state(first.average(), before)
+    assert first.step(model)  # the schedule is its own, too
+
+
+def test_a_window_on_disk_has_one_owner(tmp_path: Path) -> None:
+    averager = LatestWeightAverager(store=DiskStore(tmp_path / "window"))
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(StoreError, match=r"cannot be copied or pickled.*folder of its own"):
+            copied(averager)

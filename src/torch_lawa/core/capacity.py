@@ -7,9 +7,9 @@ what the constants are in `capacity_machine`. Pure Python, so that `lawa plan` a
 import re
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any
 
 from torch_lawa.core.capacity_machine import GIB, Machine
+from torch_lawa.core.options import one_of
 from torch_lawa.errors import ConfigError
 
 __all__ = ["Bytes", "Cost", "Run", "cost_of", "parse_count"]
@@ -65,9 +65,9 @@ class Run:
                 f"gpus={self.gpus} is not a multiple of gpus_per_node={self.gpus_per_node}: give "
                 "whole nodes, or the gpus_per_node that is meant."
             )
-        _one_of("dtype", self.dtype, tuple(_ITEMSIZE))
-        _one_of("store", self.store, _STORES)
-        _one_of("sharding", self.sharding, _SHARDINGS)
+        one_of("dtype", self.dtype, tuple(_ITEMSIZE))
+        one_of("store", self.store, _STORES)
+        one_of("sharding", self.sharding, _SHARDINGS)
         if self.storage_dtype == "float32":
             relation = "as wide as" if self.dtype == "float32" else "wider than"
             raise ConfigError(
@@ -75,7 +75,7 @@ class Run:
                 "nothing: leave it out, or give bfloat16 or float16."
             )
         if self.storage_dtype is not None:
-            _one_of("storage_dtype", self.storage_dtype, ("bfloat16", "float16"))
+            one_of("storage_dtype", self.storage_dtype, ("bfloat16", "float16"))
         if self.step_seconds is not None and not 0 < self.step_seconds < float("inf"):
             raise ConfigError(f"step_seconds={self.step_seconds}: give seconds, more than 0.")
 
@@ -232,8 +232,3 @@ def cost_of(run: Run) -> Cost:
 
 def _disk_seconds(run: Run, num_bytes: int) -> float:
     return num_bytes / (run.machine.disk_gbs * 1e9)
-
-
-def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name}={value!r}: choose one of {', '.join(choices)}.")

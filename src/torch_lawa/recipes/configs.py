@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
 from torch_lawa.core.coefficients import parse_coefficients
+from torch_lawa.core.options import one_of
 from torch_lawa.errors import ConfigError
 
 __all__ = [
@@ -86,9 +87,9 @@ class TrainConfig:
         for rule in self.coefficients:
             parse_coefficients(rule)
         for policy in self.batch_norm:
-            _one_of("batch_norm", policy, ("re-estimated", "copied"))
-        _one_of("optimizer", self.optimizer, get_args(Optimizer))
-        _one_of("schedule", self.schedule, get_args(LearningRateSchedule))
+            one_of("batch_norm", policy, ("re-estimated", "copied"))
+        one_of("optimizer", self.optimizer, get_args(Optimizer))
+        one_of("schedule", self.schedule, get_args(LearningRateSchedule))
 
     def _check(self, name: str, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -124,11 +125,6 @@ _MAY_BE_ZERO = {
     "dropout",
     "num_workers",
 }
-
-
-def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name}={value!r}: choose from {', '.join(choices)}")
 
 
 @dataclass(frozen=True, kw_only=True)

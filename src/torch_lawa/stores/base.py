@@ -285,6 +285,10 @@ class Store(ABC):
     def clear(self) -> None:
         """Drop every snapshot."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is empty: an averager fills its own."""
+        return type(self), ()
+
     @abstractmethod
     def describe(self) -> str:
         """Where the snapshots are, in two or three words."""

@@ -195,6 +195,14 @@ class DiskStore(Store):
         self._run += 1
         self._begin()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Refused: a folder has one owner."""
+        raise StoreError(
+            f"{self.folder}: an averager with a window on disk cannot be copied or pickled, since "
+            "a folder has one owner. Make another with a folder of its own, and "
+            "load_state_dict(averager.state_dict()) to fill it."
+        )
+
     def describe(self) -> str:
         """Where they are."""
         return f"files in {self.folder}"
