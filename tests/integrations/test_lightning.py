@@ -133,9 +133,10 @@ def test_copies(tmp_path):
         run.fit(model, loader(), loader(seed=1))
         average = averaging.averager.average()
         assert same(average, mean(watch.epochs[1:]))
-        other = copy.deepcopy(averaging)
+        others = copy.deepcopy(averaging), pickle.loads(pickle.dumps(averaging))
         averaging.averager.reset()
-        assert same(other.averager.average(), average)
+        for other in others:
+            assert same(other.averager.average(), average)
     assert len(original.averager) == 0
 
 

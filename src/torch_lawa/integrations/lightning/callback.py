@@ -275,6 +275,10 @@ class LatestWeightAveraging(Callback):
         self._saved_step = state_dict.get("latest_update_step")
         self._latest_update_epoch = state_dict["latest_update_epoch"]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle holds: the window, and not whose it is or was lent to."""
+        return {**vars(self), "_owner": None, "_lent": None}
+
     # How it is done.
 
     def begin_again(self, pl_module: LightningModule) -> None:
