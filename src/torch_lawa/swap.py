@@ -1,11 +1,13 @@
 """Lending averaged weights to a model: by `copy_` into its own tensors, and always back."""
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from torch_lawa.core.modes import ordinary_mode
 from torch_lawa.core.selection import unwrap, write_into
@@ -14,16 +16,51 @@ from torch_lawa.errors import LayoutError, SwapError
 
 __all__ = ["find_targets", "lend", "refuse_if_lent"]
 
-_lent: dict[int, nn.Module] = {}  # by id: a module may define its own equality
+# By id (a module may define its own equality): the module, and where its trained weights lie.
+_lent: dict[int, tuple[nn.Module, frozenset[int]]] = {}
+_claiming = threading.Lock()
 
 
-def refuse_if_lent(model: nn.Module, act: str) -> None:
-    """Raise where `model` holds averaged weights right now."""
-    if id(unwrap(model)) in _lent:
+def refuse_if_lent(model: nn.Module | Mapping[str, Tensor], act: str) -> None:
+    """Raise where `model`, or any part of it, holds averaged weights right now.
+
+    So for a part of a lent model, a model with a lent part, and the state dict of one.
+    """
+    if not _lent:
+        return
+    mine = _addresses(model)
+    own = id(unwrap(model)) if isinstance(model, nn.Module) else None
+    if own in _lent or any(not mine.isdisjoint(theirs) for _, theirs in list(_lent.values())):
         raise SwapError(
             f"{act} while the model holds averaged weights: leave the `with "
             "averager.swapped_into(model)` block first."
         )
+
+
+def _addresses(model: nn.Module | Mapping[str, Tensor]) -> frozenset[int]:
+    """Where the trained weights lie, of a sharded model the parts here."""
+    tensors: list[Tensor] = []  # of anything else, which is refused elsewhere
+    if isinstance(model, nn.Module):
+        reshard(model)
+        tensors = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    elif isinstance(model, Mapping):
+        tensors = [tensor for tensor in model.values() if isinstance(tensor, Tensor)]
+    # Empty tensors have no address, or that of something else.
+    return frozenset(local(t).data_ptr() for t in tensors if not is_lazy(t) and local(t).numel())
+
+
+@contextlib.contextmanager
+def _claimed(model: nn.Module) -> Iterator[nn.Module]:
+    """Nobody else may lend or collect `model`, the bare module, meanwhile."""
+    key = id(model)
+    addresses = _addresses(model)
+    with _claiming:  # two threads may come at once
+        refuse_if_lent(model, "swapped_into was called")
+        _lent[key] = model, addresses
+    try:
+        yield model
+    finally:
+        del _lent[key]
 
 
 def find_targets(
@@ -31,16 +68,23 @@ def find_targets(
 ) -> dict[str, Tensor]:
     """The tensors of a model that take what was collected; refused if one is not there."""
     found = {}
-    for name, (shape, _) in collected.items():
+    for name, (shape, dtype) in collected.items():
         tensor = live.get(name)
-        if tensor is None or tensor.shape != shape:
-            there = "no such tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
+        if tensor is None or tensor.shape != shape or _kind(tensor.dtype) != _kind(dtype):
+            there = "no such tensor"
+            if tensor is not None:
+                there = f"shape {tuple(tensor.shape)} of {tensor.dtype}"
             raise LayoutError(
-                f"tensor {name!r} was collected with shape {tuple(shape)} and this model has "
-                f"{there}: swap into the model that was collected from."
+                f"tensor {name!r} was collected with shape {tuple(shape)} of {dtype} and this "
+                f"model has {there}: swap into the model that was collected from."
             )
         found[name] = tensor
     return found
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
+    """Between dtypes of one kind values may be rounded; between others they would be lost."""
+    return dtype.is_floating_point, dtype.is_complex
 
 
 @contextlib.contextmanager
@@ -55,18 +99,37 @@ def lend(
     Undone are the given tensors and all buffers, also those that only the block changed. Their
     values are kept in `idle_memory` where it has room for a tensor of that name.
     """
-    refuse_if_lent(model, "swapped_into was called")
-    inner = unwrap(model)
-    reshard(inner)
-    with idle_memory or contextlib.nullcontext({}) as room:
+    with (
+        _claimed(unwrap(model)) as inner,
+        idle_memory or contextlib.nullcontext({}) as room,
+    ):
         found = {id(tensor): (tensor, room.get(name)) for name, tensor in tensors.items()}
-        for buffer in map(local, inner.buffers()):
-            found.setdefault(id(buffer), (buffer, None))
+        buffers = [
+            (module._buffers, name, buffer)
+            for module in inner.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        for _, _, buffer in buffers:
+            found.setdefault(id(local(buffer)), (local(buffer), None))
         touched = [tensor for tensor, _ in found.values()]
         with ordinary_mode():
             before = [_room_for(tensor, offered) for tensor, offered in found.values()]
             _copy(before, touched)
-        _lent[id(inner)] = inner
+        values = dict(zip(found, before, strict=True))
+
+        def restore() -> None:
+            reshard(inner)
+            _let_copies_end(touched)
+            with ordinary_mode():
+                _copy(touched, before)
+                for owner, name, buffer in buffers:
+                    # `model.half()` and the like put another tensor in its place.
+                    now = owner.get(name)
+                    if now is not None and now is not buffer and now.shape == buffer.shape:
+                        write_into(local(now), values[id(local(buffer))])
+            _forget_casts()
+
         try:
             _let_copies_end(touched)
             with ordinary_mode():
@@ -74,12 +137,11 @@ def lend(
             _forget_casts()
             yield
         finally:
-            del _lent[id(inner)]
-            reshard(inner)
-            _let_copies_end(touched)
-            with ordinary_mode():
-                _copy(touched, before)
-            _forget_casts()
+            try:
+                restore()
+            except BaseException:  # Ctrl-C once more, or another signal: the weights go first
+                restore()
+                raise
 
 
 def _room_for(tensor: Tensor, offered: Tensor | None) -> Tensor:

@@ -1,6 +1,7 @@
 """Lending the mean to a model: always returned, nothing rebound, nothing nested."""
 
 import contextlib
+import threading
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from support import assert_same_state, shake, small_net
 from torch import nn
 
-from torch_lawa import LatestWeightAverager, recalibrate_batch_norm
+from torch_lawa import LatestWeightAverager, recalibrate_batch_norm, swap
 from torch_lawa.errors import LayoutError, NotReadyError, SwapError
 
 
@@ -122,6 +123,77 @@ def test_collecting_averaged_weights_is_refused() -> None:
     assert averager.num_collected == 2
 
 
+def test_a_part_of_a_lent_model_is_lent_as_well() -> None:
+    model, averager = trained()
+    other = LatestWeightAverager(k=1)
+    around = nn.ModuleDict({"net": model})
+    twin = nn.Linear(4 * 36, 3)
+    twin.weight = model[4].weight  # tied
+    with averager.swapped_into(model):
+        for lent in (model[4], around, twin, model.state_dict()):
+            with pytest.raises(SwapError, match="collect was called"):
+                other.collect(lent)
+    head = LatestWeightAverager(k=1)
+    head.collect(model[4])
+    with head.swapped_into(model[4]), pytest.raises(SwapError), averager.swapped_into(model):
+        pass
+    other.collect(model[0])
+    with head.swapped_into(model[4]), other.swapped_into(model[0]):  # parts that share nothing
+        pass
+
+
+def test_two_threads_do_not_lend_at_once() -> None:
+    """The second would take the mean for the model's own weights, and leave it there."""
+    model, averager = trained()
+    before = state(model)
+    met = threading.Barrier(2, timeout=20)
+    refused = []
+
+    def evaluate() -> None:
+        met.wait()
+        try:
+            with averager.swapped_into(model):
+                pass
+        except SwapError as error:
+            refused.append(error)
+
+    for _ in range(30):
+        threads = [threading.Thread(target=evaluate) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert_same_state(state(model), before)
+
+
+@pytest.mark.parametrize("moment", ["reshard", "_let_copies_end", "_copy", "_forget_casts"])
+def test_an_interrupt_while_weights_return_does_not_stop_them(
+    monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    model, averager = trained()
+    before = state(model)
+    original = getattr(swap, moment)
+
+    def interrupted(*args: object) -> None:
+        monkeypatch.setattr(swap, moment, original)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), averager.swapped_into(model):
+        monkeypatch.setattr(swap, moment, interrupted)
+    assert_same_state(state(model), before)
+    with averager.swapped_into(model):
+        pass
+
+
+def test_buffers_that_were_replaced_inside_return() -> None:
+    """`model.half()` converts parameters in place, and puts new buffers where the old ones were."""
+    model, averager = trained()
+    before = state(model)
+    with averager.swapped_into(model):
+        model.half().float()
+    assert_same_state(state(model), before)
+
+
 def test_refused_before_anything_was_collected() -> None:
     with pytest.raises(NotReadyError, match="0 of 2 snapshots"):
         LatestWeightAverager(k=2).swapped_into(nn.Linear(1, 1))
@@ -137,6 +209,10 @@ def test_another_models_tensors_are_named() -> None:
         LayoutError, match=r"'4.weight' .* shape \(3, 144\) .* has shape \(5, 144\)"
     ):
         averager.swapped_into(wider)
+    whole = small_net()
+    whole[4].weight = nn.Parameter(torch.zeros(3, 144, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(LayoutError, match=r"of torch.float32 and this model has .* torch.int8"):
+        averager.swapped_into(whole)
 
 
 def test_a_smaller_window_can_be_lent() -> None:
