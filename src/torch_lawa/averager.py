@@ -1,7 +1,5 @@
 """The averager people put in their training loop."""
 
-import copy
-import io
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -14,7 +12,7 @@ from torch_lawa import averager_state, export
 from torch_lawa.core.agreement import agree, meet
 from torch_lawa.core.coefficients import Coefficients, Uniform
 from torch_lawa.core.modes import ordinary_mode
-from torch_lawa.core.options import check_kind, one_of
+from torch_lawa.core.options import check_float, check_kind, one_of, whole_number
 from torch_lawa.core.schedule import Every, Schedule
 from torch_lawa.core.selection import BufferRule, FrozenRule, Selector, live_tensors
 from torch_lawa.errors import ConfigError, NotReadyError, StateError
@@ -86,9 +84,8 @@ class LatestWeightAverager:
         if not isinstance(store, Store):
             one_of("store", store, ("host", "device"), " Or give a DiskStore(folder).")
             store = HostStore() if store == "host" else DeviceStore()
-        self._coefficients: Coefficients = coefficients if coefficients is not None else Uniform()
-        check_kind("coefficients", self._coefficients, "weights", "Uniform() or Exponential(0.9)")
-        self._coefficients.weights(k)  # explicit weights must be enough for the window
+        self._coefficients: Coefficients = Uniform() if coefficients is None else coefficients
+        self._rule(coefficients).weights(k)  # explicit weights must be enough for the window
         self._schedule: Schedule = schedule if schedule is not None else Every(1)
         check_kind("schedule", self._schedule, "due", "Every(n) or OnPlateau()")
         expected = self._schedule.expected()
@@ -152,9 +149,7 @@ class LatestWeightAverager:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are averagers of their own, with the same snapshots and options."""
-        file = io.BytesIO()
-        torch.save(self.state_dict(), file)
-        return _restored, (type(self), copy.deepcopy(self._options), file.getvalue())
+        return averager_state.pickled(self, self._options)
 
     def bind(self, model: nn.Module | Mapping[str, Tensor]) -> None:
         """Learn the names, shapes and shards of a model without taking a snapshot.
@@ -173,9 +168,9 @@ class LatestWeightAverager:
         `step` labels it in `steps` and in messages; by default it is the number of calls of
         `step` so far, or of `collect` where `step` is not used. Labels must increase.
         """
-        if isinstance(model, nn.Module):
-            refuse_if_lent(model, "collect was called")
-        label = step if step is not None else (self._num_steps or self._num_collected + 1)
+        refuse_if_lent(model, "collect was called")
+        own = self._num_steps or self._num_collected + 1
+        label = whole_number("step", step) if step is not None else own
         if self.steps and label <= self.steps[-1]:
             if step is not None:
                 raise ConfigError(
@@ -203,8 +198,7 @@ class LatestWeightAverager:
         >>> sum(averager.step({"w": torch.zeros(1)}) for _ in range(25))
         2
         """
-        if isinstance(model, nn.Module):
-            refuse_if_lent(model, "step was called")
+        refuse_if_lent(model, "step was called")
         self._meet(model, f"the first call of averager.step, {self._schedule}")
         due = self._schedule.due(loss)
         self._num_steps += 1
@@ -229,8 +223,9 @@ class LatestWeightAverager:
         the snapshots do unless `device` does, and are yours. What is sharded in the model (FSDP2,
         tensor parallel) is a DTensor here, too: nothing is gathered.
         """
+        check_float(dtype)
         n = self._window_size(k)
-        weights = (coefficients or self._coefficients).weights(n)
+        weights = self._rule(coefficients).weights(n)
         with ordinary_mode():
             home = device or ("cpu" if self._window.on_host else None)
             out = self._window.averaged.allocate(dtype, home)
@@ -261,7 +256,7 @@ class LatestWeightAverager:
         used = find_targets(live, {**window.averaged.signature(), **window.kept.signature()})
         # Names that were tied when they were collected and are not in this model.
         untied = {a: name for a, name in window.ties.items() if a in live and name in used}
-        weights = (coefficients or self._coefficients).weights(n)
+        weights = self._rule(coefficients).weights(n)
 
         def write() -> None:
             window.mean_into(used, n, weights)
@@ -307,7 +302,7 @@ class LatestWeightAverager:
             if model is not None and not self._window.seen:
                 selection = self._select(model)
                 self._window.bind(selection, {**self._counters(), "ties": selection.ties})
-            rule = coefficients or self._coefficients
+            rule = self._rule(coefficients)
             return export.plan_export(
                 self._window, n, rule, model, dtype=dtype, max_shard_size=max_shard_size
             )
@@ -349,8 +344,14 @@ class LatestWeightAverager:
                 f"averager has {kind}: build it with the same one."
             )
         notes = {**saved.counters, "ties": saved.ties}
-        with ordinary_mode():
-            self._window.load(saved.contents, saved.dtypes, saved.ties, notes)
+        before = self._schedule.state_dict()
+        try:
+            self._schedule.load_state_dict(saved.counters["schedule"])
+            with ordinary_mode():
+                self._window.load(saved.contents, saved.dtypes, saved.ties, notes)
+        except BaseException:
+            self._schedule.load_state_dict(before)
+            raise
         self._take_counters(saved.counters)
 
     def _meet(self, model: nn.Module | Mapping[str, Tensor], where: str) -> None:
@@ -358,6 +359,11 @@ class LatestWeightAverager:
         if not self._met:
             meet(model, f"{where} with k={self.k}")
             self._met = True
+
+    def _rule(self, asked: Coefficients | None) -> Coefficients:
+        rule = self._coefficients if asked is None else asked
+        check_kind("coefficients", rule, "weights", "Uniform() or Exponential(0.9)")
+        return rule
 
     def _window_size(self, k: int | None) -> int:
         if k is not None:
@@ -372,9 +378,8 @@ class LatestWeightAverager:
                 )
             return k
         if not self.ready:
-            if not len(self):
-                hint = "call averager.collect(model) first."
-            else:
+            hint = "call averager.collect(model) first."
+            if len(self):
                 hint = "check averager.ready, ask for average(k=...), or set before_full='average'."
             raise NotReadyError(f"{len(self)} of {self.k} snapshots were collected; {hint}")
         return len(self)
@@ -392,11 +397,3 @@ class LatestWeightAverager:
             self._schedule.load_state_dict(dict(counters["schedule"]))
         self._num_steps = int(counters["num_steps"])
         self._num_collected = int(counters["num_collected"])
-
-
-def _restored(
-    cls: type[LatestWeightAverager], options: dict[str, Any], state: bytes
-) -> LatestWeightAverager:
-    averager = cls(**options)
-    averager.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
-    return averager

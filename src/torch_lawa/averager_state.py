@@ -7,8 +7,10 @@ names before anything was collected. Sharded tensors are DTensors in slots, whic
 number of processes.
 """
 
+import copy
+import io
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch_lawa.errors import StateError
 from torch_lawa.stores.base import Content, Snapshot
 from torch_lawa.stores.window import Window
 
-__all__ = ["Saved", "pack", "pack_slots", "unpack"]
+__all__ = ["Saved", "pack", "pack_slots", "pickled", "unpack"]
 
 _LIST, _SLOTS = 1, 2  # versions
 
@@ -94,10 +96,10 @@ def unpack(state: Mapping[str, Any]) -> Saved:
         counters = dict(notes["counters"])
         for key in ("num_steps", "num_collected"):
             counters[key] = int(counters[key])
-        counters["schedule"], counters["schedule_kind"]
+        counters["schedule"], _ = dict(counters["schedule"]), counters["schedule_kind"]
         kept = {str(name): local(tensor) for name, tensor in state["kept"].items()}
         ties = {str(alias): str(name) for alias, name in notes["ties"].items()}
-        dtypes = {str(name): getattr(torch, dtype) for name, dtype in notes["dtypes"].items()}
+        dtypes = {str(name): _dtype(text) for name, text in notes["dtypes"].items()}
         rows = notes["snapshots"] if version == _LIST else _rows(notes["snapshots"], state["slots"])
         contents = [
             Content(Snapshot(int(row["index"]), int(row["step"])), dict(row["tensors"]), kept)
@@ -109,6 +111,26 @@ def unpack(state: Mapping[str, Any]) -> Saved:
         ) from None
     _check_tensors(contents, dtypes, kept)
     return Saved(counters, contents, dtypes, ties)
+
+
+def pickled(averager: Any, options: dict[str, Any]) -> tuple[Any, ...]:
+    """What `__reduce__` returns for an averager made with these options."""
+    file = io.BytesIO()
+    torch.save(averager.state_dict(), file)
+    return _restored, (type(averager), copy.deepcopy(options), file.getvalue())
+
+
+def _restored(make: Callable[..., Any], options: dict[str, Any], state: bytes) -> Any:
+    averager = make(**options)
+    averager.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
+    return averager
+
+
+def _dtype(text: str) -> torch.dtype:
+    found = getattr(torch, text)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"torch.{text} is no dtype")
+    return found
 
 
 def _rows(snapshots: list[Any], slots: Mapping[str, Mapping[str, Tensor]]) -> list[dict[str, Any]]:

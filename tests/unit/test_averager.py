@@ -442,3 +442,27 @@ def test_no_schedule_collects_at_every_step() -> None:
     averager = LatestWeightAverager(k=2)
     assert all(averager.step({"w": torch.ones(1)}) for _ in range(3))
     assert averager.steps == [2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, "float32"])
+def test_a_mean_is_of_floating_point_numbers(dtype: torch.dtype) -> None:
+    """Whole numbers would be cut off; complex ones left half the memory as it was found."""
+    averager = LatestWeightAverager(k=1)
+    averager.collect({"w": torch.full((4,), 1.5)})
+    with pytest.raises(ConfigError, match=r"dtype=.*: weights are floating-point numbers"):
+        averager.average(dtype=dtype)
+    with pytest.raises(ConfigError, match="coefficients='uniform': give one of these"):
+        averager.average(coefficients="uniform")  # type: ignore[arg-type]
+
+
+def test_a_model_converted_into_memory_it_had_before_is_noticed() -> None:
+    model = nn.Linear(64, 64, bias=False)
+    averager = LatestWeightAverager(k=2)
+    averager.collect(model)
+    memory = model.weight.data
+    model.bfloat16()
+    same = memory.view(torch.bfloat16)[:, :64]  # as the allocator may give it again
+    model.weight.data = same.copy_(model.weight.data)
+    assert model.weight.data_ptr() == memory.data_ptr()
+    with pytest.raises(LayoutError, match=r"is torch.bfloat16 and was torch.float32"):
+        averager.collect(model)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from support import assert_same_state, shake, small_net
 from torch import nn
 
 from torch_lawa import DiskStore, Every, LatestWeightAverager, OnPlateau
-from torch_lawa.errors import StateError, StoreError
+from torch_lawa.errors import ConfigError, StateError, StoreError
 
 
 class Run:
@@ -226,3 +227,47 @@ def test_a_window_on_disk_has_one_owner(tmp_path: Path) -> None:
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(StoreError, match=r"cannot be copied or pickled.*folder of its own"):
             copied(averager)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda state: state["counters"]["schedule"].pop("best"),
+        lambda state: state["counters"].update(schedule=5),
+        lambda state: state["dtypes"].update({"0.weight": "load"}),
+    ],
+)
+def test_a_damaged_state_changes_nothing(damage: Callable[[dict[str, Any]], Any]) -> None:
+    def collected(k: int, losses: list[float]) -> LatestWeightAverager:
+        averager = LatestWeightAverager(k=k, schedule=OnPlateau())
+        model = small_net()
+        for loss in losses:
+            shake(model)
+            averager.step(model, loss=loss)
+        return averager
+
+    state = copy.deepcopy(collected(2, [3.0, 3.0, 3.0]).state_dict())
+    damage(state)
+    averager = collected(3, [1.0, 2.0, 2.0, 2.0])
+    before = copy.deepcopy(averager.state_dict())
+    with pytest.raises(StateError):
+        averager.load_state_dict(state)
+    after = averager.state_dict()
+    assert after["counters"] == before["counters"]
+    assert averager.steps == [2, 3, 4]
+    for then, now in zip(before["snapshots"], after["snapshots"], strict=True):
+        assert_same_state(now["tensors"], then["tensors"])
+
+
+@pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7)])
+def test_labels_of_other_libraries_can_be_saved(step: Any, tmp_path: Path) -> None:
+    for store in ("host", DiskStore(tmp_path)):
+        averager = LatestWeightAverager(k=1, store=store)  # type: ignore[arg-type]
+        averager.collect({"w": torch.ones(1)}, step=step)
+        torch.save(averager.state_dict(), file := io.BytesIO())
+        file.seek(0)
+        (row,) = torch.load(file, weights_only=True)["snapshots"]
+        assert row["step"] == 7
+        assert type(row["step"]) is int
+    with pytest.raises(ConfigError, match=r"step=7\.5: give a whole number"):
+        averager.collect({"w": torch.ones(1)}, step=7.5)  # type: ignore[arg-type]

@@ -41,7 +41,7 @@ _wrapper_attributes: dict[type[nn.Module], str | None] = {}
 
 # What must not have changed for a tensor to be the one seen before. Its layout may: copying goes
 # by position.
-_Seen = tuple["ref[Tensor]", int, torch.Size, bool]
+_Seen = tuple["ref[Tensor]", int, torch.Size, torch.dtype, bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,19 +210,23 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _note(tensor: Tensor) -> _Seen:
-    return ref(tensor), tensor.data_ptr(), tensor.shape, tensor.requires_grad
+    return ref(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.requires_grad
 
 
 def _unchanged(tensors: list[Tensor], seen: list[_Seen] | None) -> bool:
-    """Whether every tensor is the one seen before: not replaced, moved, reshaped, (un)frozen."""
+    """Whether every tensor is the one seen before: not replaced, moved, reshaped, (un)frozen.
+
+    The dtype is asked as well: where a model was converted twice, memory may be that of before.
+    """
     if seen is None or len(tensors) != len(seen):
         return False
     return all(
         same() is tensor
         and tensor.data_ptr() == address
         and tensor.shape == shape
+        and tensor.dtype == dtype
         and tensor.requires_grad == trained
-        for tensor, (same, address, shape, trained) in zip(tensors, seen, strict=True)
+        for tensor, (same, address, shape, dtype, trained) in zip(tensors, seen, strict=True)
     )
 
 

@@ -12,9 +12,10 @@ from torch_lawa.checkpoints.provenance import note_provenance, provenance
 from torch_lawa.checkpoints.shard_files import group_by_size, shard_names, widest_first
 from torch_lawa.checkpoints.tensors import spec_of
 from torch_lawa.core.coefficients import Coefficients, Weights, name_coefficients
+from torch_lawa.core.options import check_float
 from torch_lawa.core.shards import Sharding
 from torch_lawa.core.units import parse_bytes
-from torch_lawa.errors import ConfigError, LayoutError
+from torch_lawa.errors import LayoutError
 from torch_lawa.export.models import Surroundings, surroundings_of
 from torch_lawa.stores.window import Window
 
@@ -68,8 +69,7 @@ def plan_export(
     max_shard_size: int | str,
 ) -> ExportPlan:
     """Decide on names, dtypes and files; everything that can be known to fail fails here."""
-    if dtype is not None and not dtype.is_floating_point:
-        raise ConfigError(f"dtype={dtype}: weights are written as floating-point numbers.")
+    check_float(dtype)
     limit = parse_bytes(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
     beside = surroundings_of(model)
     tensors = _tensors(window, beside, dtype)
