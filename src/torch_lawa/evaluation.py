@@ -102,13 +102,22 @@ def evaluate_side_by_side(
     def measure(policy: BatchNormPolicy | None) -> Mapping[str, float]:
         with clock("batch_norm"):
             if policy == "re-estimated":
-                recalibrate_batch_norm(model, loader or (), num_batches, group=group)
+                assert loader is not None  # `_policies` saw to it
+                recalibrate_batch_norm(model, loader, num_batches, group=group)
+        return evaluated()
+
+    def evaluated() -> Mapping[str, float]:
         with clock("evaluate"), _evaluating(model):
-            return evaluate(model)
+            values = evaluate(model)
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"evaluate returned a {type(values).__name__}: let it return named values, such "
+                "as {'test_loss': 0.1}."
+            )
+        return values
 
     raw = {"weights": "raw", "k": None, "coefficients": None}
-    with clock("evaluate"), _evaluating(model):
-        values = evaluate(model)
+    values = evaluated()
     note(values, clock.take(), **raw, batch_norm=None)
     if control and "re-estimated" in policies:
         with lend(model, {}, lambda: None):  # the statistics return at the end

@@ -252,3 +252,22 @@ def test_inside_autocast_every_row_has_its_own_weights_and_statistics() -> None:
     assert {row["k"]: row["loss"] for row in rows[2:]} == expected
     assert rows[1]["loss"] == expected[1]  # the raw weights are those of k = 1
     assert len({*expected.values(), rows[0]["loss"]}) == 4
+
+
+def test_a_loader_without_a_length_will_do(model: nn.Linear) -> None:
+    class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            yield from (torch.full((2, 1), float(i)) + torch.arange(2.0)[:, None] for i in range(3))
+
+    net = nn.Sequential(model, nn.BatchNorm1d(1))
+    averager = LatestWeightAverager(k=1)
+    averager.collect(net)
+    loader = torch.utils.data.DataLoader(Stream(), batch_size=None)
+    rows = evaluate_side_by_side(net, averager, weight, loader=loader)
+    assert [row["batch_norm"] for row in rows] == [None, "re-estimated", "re-estimated"]
+
+
+def test_an_evaluation_that_names_nothing_says_what_is_wanted(model: nn.Linear) -> None:
+    averager = collected(model, [1.0], k=1)
+    with pytest.raises(ConfigError, match="evaluate returned a float"):
+        evaluate_side_by_side(model, averager, lambda model: 0.5)  # type: ignore[arg-type, return-value]
