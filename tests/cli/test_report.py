@@ -141,8 +141,8 @@ def test_a_baseline_that_never_got_there_gives_a_lower_bound(lawa: Lawa, metrics
     metrics.write_text(better)
     _, said, _ = lawa(metrics, columns=200)
     assert (
-        "From epoch 2 on better than the baseline ever was: never matched by the baseline in 15 "
-        "epochs, so more than 13 saved."
+        "At epoch 2 for the first time better than the baseline ever was: never matched by the "
+        "baseline in 15 epochs, so more than 13 saved."
     ) in said
 
 

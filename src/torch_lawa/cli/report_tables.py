@@ -217,8 +217,8 @@ def _unmatched(row: MainRow) -> str:
     if found.at_least.mean <= 0:
         return f"Better at its end than the baseline ever was{seeds}."
     return (
-        f"From {say_axis(row.axis, 1)} {say_number(found.averaged_from.mean)} on better than the "
-        f"baseline ever was{seeds}: never matched by the baseline in "
+        f"At {say_axis(row.axis, 1)} {say_number(found.averaged_from.mean)} for the first time "
+        f"better than the baseline ever was{seeds}: never matched by the baseline in "
         f"{say_number(found.baseline_end.mean)} {say_axis(row.axis)}, so more than "
         f"{say_number(found.at_least.mean)} saved."
     )

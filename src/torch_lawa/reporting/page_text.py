@@ -48,9 +48,9 @@ def the_finding(recipe: str, report: MetricReport, rows: Sequence[MainRow]) -> l
         if row.unmatched is None:
             return [f"{begin} was never ahead of {baseline} in {plain(metric.name)}: no saving."]
         found = (
-            f"{begin} had a better {plain(metric.name)} than {baseline} ever reached from "
-            f"{axis} {say_number(row.unmatched.averaged_from.mean)} on (in "
-            f"{row.unmatched.num_seeds} of {row.final.num_seeds} seeds)."
+            f"{begin} had a better {plain(metric.name)} than {baseline} ever reached, for the "
+            f"first time at {axis} {say_number(row.unmatched.averaged_from.mean)} (in "
+            f"{row.unmatched.num_seeds} of {_seeds(row.final.num_seeds)})."
         )
     else:
         found = (
@@ -64,9 +64,9 @@ def the_finding(recipe: str, report: MetricReport, rows: Sequence[MainRow]) -> l
     )
     if row.unmatched is not None and row.headline is not None:
         honest += (
-            f" From {axis} {say_number(row.unmatched.averaged_from.mean)} on the average was "
-            "better than they ever were, in "
-            f"{row.unmatched.num_seeds} of {row.final.num_seeds} seeds."
+            f" At {axis} {say_number(row.unmatched.averaged_from.mean)} the average was for the "
+            "first time better than they ever were, in "
+            f"{row.unmatched.num_seeds} of {_seeds(row.final.num_seeds)}."
         )
     others = [
         "Against raw weights evaluated as usual, with running BatchNorm statistics, the "
@@ -186,13 +186,13 @@ def seen_at_targets(metric: Metric, row: MainRow) -> str:
     text = (
         f"The mean saving is largest, {_count(best, row.axis)}, at "
         f"{say_value(metric, best_target)}; at {say_value(metric, hardest)}, the hardest value "
-        f"that both reached in {num_seeds} of {row.final.num_seeds} seeds, it is "
+        f"that both reached in {num_seeds} of {_seeds(row.final.num_seeds)}, it is "
         f"{_count(last, row.axis)}."
     )
     if row.unmatched is not None:
         text += (
-            f" In {row.unmatched.num_seeds} of {row.final.num_seeds} seeds the average went on to "
-            "values that the raw weights never reached."
+            f" In {row.unmatched.num_seeds} of {_seeds(row.final.num_seeds)} the average went on "
+            "to values that the raw weights never reached."
         )
     return text
 
@@ -214,7 +214,7 @@ def _at(saving: TargetSaving, axis: Axis) -> str:
     """The saving at a value of the baseline's own, which the average may never have reached."""
     amount = amount_on(axis, saving)
     never = saving.num_seeds - saving.num_both
-    seeds = f"{saving.num_seeds} seed{'s' * (saving.num_seeds > 1)}"
+    seeds = _seeds(saving.num_seeds)
     if amount is None:
         return f"never reached by the average in {seeds}"
     text = f"{_count(amount.saved.mean, axis)} saved"
@@ -235,6 +235,10 @@ def _spread(mean: Mean) -> str:
     if mean.num_seeds < 2:
         return ""
     return f" ({say_number(mean.low)} to {say_number(mean.high)} by seed)"
+
+
+def _seeds(number: int) -> str:
+    return f"{number} seed{'s' * (number != 1)}"
 
 
 def _compared_with_seeds(metric: Metric, difference: float, rows: Sequence[WindowRow]) -> str:

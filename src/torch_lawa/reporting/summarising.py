@@ -68,12 +68,16 @@ def default_average(run: Run, metric: Metric, k: int | None = None) -> Series | 
 
 def _recipe(recipe: str, runs: list[Run], name: str | None, k: int | None) -> RecipeReport:
     known = [run.axes(series) for run in runs for series in run.series]
-    axis: Axis = "epoch" if all("epoch" in axes for axes in known) else "step"
-    if not all(axis in axes for axes in known):
+    axes: tuple[Axis, ...] = ("epoch", "step")
+    shared = [axis for axis in axes if all(axis in each for each in known)]
+    if not shared:
         raise FormatError(
             f"recipe {recipe!r}: some rows have no `epoch` and some no `step`, so there is "
             "nothing that all can be counted by. Report on the files one at a time."
         )
+    # Where evaluations fall inside epochs, parts of an epoch would be rounded away: count steps.
+    whole = all(float(row.get("epoch") or 0).is_integer() for run in runs for row in run.rows)
+    axis = shared[0] if whole else shared[-1]
     metrics = [
         m
         for m in metrics_of(row for run in runs for row in run.rows)

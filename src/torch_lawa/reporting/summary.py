@@ -93,7 +93,7 @@ class Unmatched:
     """Values of the average that the baseline never reached: a saving with no upper end."""
 
     num_seeds: int  # in so many seeds
-    averaged_from: Mean  # from here on the average had been better than the baseline ever was
+    averaged_from: Mean  # here the average first was better than the baseline ever was
     baseline_end: Mean  # so long the baseline was watched
     at_least: Mean  # the lower bound: the second minus the first
 

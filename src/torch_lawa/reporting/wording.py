@@ -26,7 +26,10 @@ def say_value(metric: Metric, value: float | None) -> str:
     """
     if value is None:
         return "-"
-    return f"{100 * value:.2f}%" if metric.name.endswith("accuracy") else f"{value:.4f}"
+    if metric.name.endswith("accuracy"):
+        return f"{100 * value:.2f}%"
+    usual = value == 0 or 1e-3 <= abs(value) < 1e5
+    return f"{value:.4f}" if usual else f"{value:.4g}"
 
 
 def say_difference(metric: Metric, value: float) -> str:

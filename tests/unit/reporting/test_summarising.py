@@ -285,6 +285,17 @@ def test_rows_of_a_sweep_are_counted_in_steps_and_have_no_time() -> None:
     assert recipe.metrics[0].windows[0].charged_seconds is None
 
 
+def test_evaluations_inside_epochs_are_counted_in_steps() -> None:
+    rows = rows_of([9, 8, 7, 6]) + rows_of([None, 7, 6, 6], 2)
+    assert summarise([run_of(rows)]).recipes[0].axis == "epoch"
+    parts = [{**row, "epoch": row["epoch"] / 4} for row in rows]
+    [recipe] = summarise([run_of(parts)]).recipes
+    assert recipe.axis == "step"
+    for row in parts:
+        del row["step"]
+    assert summarise([run_of(parts)]).recipes[0].axis == "epoch"
+
+
 def test_where_it_lost_is_said_in_sentences() -> None:
     rows = [row for seed in (0, 1) for row in rows_of([9, 5, 3, 2, 2], seed=seed)]
     rows += rows_of([None, 7, 4, 3, 2], 2, seed=0) + rows_of([None, 7, 4, 3, 2.5], 2, seed=1)

@@ -2,8 +2,9 @@
 
 import pytest
 
+from torch_lawa.reporting.savings import Metric
 from torch_lawa.reporting.summary import Stretch
-from torch_lawa.reporting.wording import say_duration, say_number, say_stretches
+from torch_lawa.reporting.wording import say_duration, say_number, say_stretches, say_value
 
 
 def stretches(*ends: tuple[float, float]) -> list[Stretch]:
@@ -21,6 +22,21 @@ def test_of_many_stretches_the_longest_are_named_in_order_and_the_rest_counted()
 def test_one_evaluation_is_one() -> None:
     assert say_stretches(stretches((31, 31)), "step") == "step 31"
     assert say_stretches(stretches((3, 5)), "step") == "steps 3–5"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0.0000"),
+        (0.000125, "0.000125"),
+        (2.59e-07, "2.59e-07"),
+        (-0.5, "-0.5000"),
+        (99_999.0, "99999.0000"),
+        (259_129_452.5, "2.591e+08"),
+    ],
+)
+def test_tiny_and_huge_losses_keep_their_digits(value: float, text: str) -> None:
+    assert say_value(Metric("test_loss", "lower"), value) == text
 
 
 @pytest.mark.parametrize(
