@@ -131,6 +131,26 @@ def test_nan_is_spoken_of(run: Path, lawa: Lawa) -> None:
 EVALUATOR = "def evaluate(state):\n    return {'size': state['w'].double().abs().sum()}\n"
 
 
+def test_values_too_large_for_the_dtype_are_spoken_of(run: Path, lawa: Lawa) -> None:
+    for step in (700, 800):
+        large = {"w": torch.full((50, 3), 7e4 + step), "v": torch.ones(2)}
+        save_file(large, run / f"step_{step}.safetensors")
+    files = [run / f"step_{step}.safetensors" for step in (700, 800)]
+    code, _, complaint = lawa("average", *files, "-o", "m.safetensors", "--dtype", "float16")
+    assert code == 0
+    assert "mean of 'w' holds NaN or Inf" in complaint
+    assert "too large for F16" in complaint
+    assert load_file("m.safetensors")["w"].isinf().all()
+    code, _, complaint = lawa("average", *files, "-o", "b.safetensors", "--dtype", "bfloat16")
+    assert (code, "NaN" in complaint) == (0, False)
+
+
+def test_one_checkpoint_is_called_what_it_is(run: Path, lawa: Lawa) -> None:
+    code, said, _ = lawa("average", run, "--last", 1, "-o", "m.safetensors")
+    assert code == 0
+    assert said.startswith("m.safetensors: the mean of step 500. Read ")
+
+
 def test_a_sweep_evaluates_every_window(run: Path, lawa: Lawa) -> None:
     Path("my_evaluator.py").write_text(EVALUATOR)
     words = ("sweep", "run", "--k", "2,3", "--evaluator", "my_evaluator:evaluate")

@@ -229,7 +229,7 @@ def _select_numbers(
     kept = [
         (each, number)
         for each, number in zip(discovery.found, discovery.numbers, strict=True)
-        if number >= (start or 0) and number <= (stop or number) and number % every == 0
+        if number >= (start or 0) and (stop is None or number <= stop) and number % every == 0
     ]
     if not kept:
         raise ConfigError(f"no checkpoint is left to average; there are {_range(discovery)}.")

@@ -24,12 +24,14 @@ __all__ = [
 
 # A labelled number stands by itself: no letter or digit before the label or after the number, and
 # no second number right behind (`step-1k`, `step_1_000` and `step=1.5` are not guessed at).
-_LABELLED = r"(?<![^\W_])(?:{})[_=.-]?([0-9]{{1,18}})(?![^\W_]|[\W_][0-9])"
+_LABELLED = r"(?<![^\W_])(?:{})[ _=.-]?([0-9]{{1,18}})(?![^\W_]|[\W_][0-9])"
 _STEP = re.compile(_LABELLED.format(r"(?:global)?steps?|iter(?:ation)?s?|batch|ba"), re.IGNORECASE)
 _EPOCH = re.compile(_LABELLED.format(r"epochs?|ep"), re.IGNORECASE)
 # `checkpoint-500` names the file more than the number, so just the end of a name counts:
 # `checkpoint-500-merged` is another thing than `checkpoint-500`.
 _CHECKPOINT = re.compile(_LABELLED.format(r"checkpoint|ckpt|chkpt") + r"$", re.IGNORECASE)
+# fairseq's epoch and update; beside such names its `checkpoint3` is the end of an epoch.
+_EPOCH_UPDATE = re.compile(r"checkpoint_([0-9]{1,18})_([0-9]{1,18})")
 _BARE = re.compile(r"(?P<rest>(?:.*?(?P<before>[^\W_]+)[_.=-])?)(?P<number>[0-9]{1,18})", re.DOTALL)
 _OTHER_COUNTS = frozenset(
     ("fold", "fsdp", "part", "rank", "run", "seed", "shard", "top", "trial", "version", "worker")
@@ -64,10 +66,14 @@ def parse_name(name: str) -> Progress:
 
     >>> parse_name("epoch=3-step=400.ckpt"), parse_name("iter_0000500")
     (Progress(step=400, epoch=3), Progress(step=500, epoch=None))
+    >>> parse_name("checkpoint_3_1500.pt")
+    Progress(step=1500, epoch=3)
     >>> parse_name("llama-3-8b"), parse_name("step-1k")
     (Progress(step=None, epoch=None), Progress(step=None, epoch=None))
     """
     stem = stem_of(name)
+    if pair := _EPOCH_UPDATE.fullmatch(stem):
+        return Progress(step=int(pair[2]), epoch=int(pair[1]))
     steps = _STEP.findall(stem) or _CHECKPOINT.findall(stem)
     return Progress(step=_only(steps), epoch=_only(_EPOCH.findall(stem)))
 
@@ -85,7 +91,7 @@ def parse_names(names: Sequence[str], *, alone: bool = True) -> list[Progress]:
     """
     spelled = [parse_name(name) for name in names]
     if any(found != Progress() for found in spelled):
-        return spelled
+        return _with_epochs(names, spelled)
     bare = [_bare_number(stem_of(name)) for name in names]
     rests = [found[0] for found in bare if found is not None]
     enough = len(rests) > 1 or rests == [""] or (alone and len(names) == 1)
@@ -132,6 +138,17 @@ def few(names: Iterable[object], limit: int = 6) -> str:
     listed = [str(name) for name in names]
     more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
     return ", ".join(listed[:limit]) + more
+
+
+def _with_epochs(names: Sequence[str], spelled: list[Progress]) -> list[Progress]:
+    """Beside `checkpoint_3_1500` the 3 of `checkpoint3` is an epoch, not a step."""
+    stems = [stem_of(name) for name in names]
+    if not any(_EPOCH_UPDATE.fullmatch(stem) for stem in stems):
+        return spelled
+    return [
+        Progress(epoch=found.step) if _CHECKPOINT.fullmatch(stem) else found
+        for stem, found in zip(stems, spelled, strict=True)
+    ]
 
 
 def _only(numbers: Iterable[str]) -> int | None:

@@ -12,7 +12,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from torch_lawa.checkpoints.servers import package_for, telling
-from torch_lawa.checkpoints.sources import MappedSource, RemoteSource, Source, SourceFile
+from torch_lawa.checkpoints.sources import (
+    MappedSource,
+    ReadSource,
+    RemoteSource,
+    Source,
+    SourceFile,
+)
 from torch_lawa.errors import ConfigError, LawaError, OutputError
 
 __all__ = ["LocalPlace", "Place", "RemotePlace", "Source", "SourceFile", "is_url", "parse_place"]
@@ -85,12 +91,15 @@ class Place(ABC):
 
 
 class LocalPlace(Place):
-    """A path."""
+    """A path.
+
+    Files are mapped, which is fastest, unless they are ones that somebody may cut off.
+    """
 
     local = True
 
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path | str, *, mapped: bool = True) -> None:
+        self.path, self.mapped = Path(path), mapped
 
     def __str__(self) -> str:
         return str(self.path)
@@ -110,10 +119,10 @@ class LocalPlace(Place):
 
     @property
     def parent(self) -> "LocalPlace":
-        return LocalPlace(self.path.parent)
+        return LocalPlace(self.path.parent, mapped=self.mapped)
 
     def child(self, name: str) -> "LocalPlace":
-        return LocalPlace(self.path / name)
+        return LocalPlace(self.path / name, mapped=self.mapped)
 
     def is_file(self) -> bool:
         return self.path.is_file()
@@ -122,7 +131,7 @@ class LocalPlace(Place):
         return self.path.is_dir()
 
     def children(self) -> "list[Place]":
-        return [LocalPlace(p) for p in sorted(self.path.iterdir())]
+        return [self.child(p.name) for p in sorted(self.path.iterdir())]
 
     def glob(self) -> "list[Place]":
         return [LocalPlace(p) for p in sorted(glob.glob(os.path.expanduser(self.path)))]
@@ -132,7 +141,7 @@ class LocalPlace(Place):
         return found.st_size, (found.st_mtime_ns, found.st_ino)
 
     def open(self) -> Source:
-        return MappedSource(self.path)
+        return MappedSource(self.path) if self.mapped else ReadSource(self.path)
 
 
 class RemotePlace(Place):

@@ -15,7 +15,7 @@ from torch_lawa.errors import FormatError
 if TYPE_CHECKING:
     from torch_lawa.checkpoints.base import Bytes
 
-__all__ = ["MappedSource", "RemoteSource", "Source", "SourceFile"]
+__all__ = ["MappedSource", "ReadSource", "RemoteSource", "Source", "SourceFile"]
 
 
 class Source(ABC):
@@ -49,6 +49,28 @@ class MappedSource(Source):
     def close(self) -> None:
         # The mapping goes when the last view of it does.
         self._bytes = np.empty(0, dtype=np.uint8)
+
+
+class ReadSource(Source):
+    """A file here that may be cut off at any moment: with a mapping that ends the process."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("rb", buffering=0)
+        self.size = os.fstat(self._file.fileno()).st_size
+
+    def view(self, begin: int, end: int) -> "Bytes":
+        found = np.empty(end - begin, dtype=np.uint8)
+        done = 0
+        while done < end - begin:
+            room = found.data[done:]
+            if not (count := os.preadv(self._file.fileno(), [room], begin + done)):
+                raise FormatError(f"{self._path}: was cut off while it was read.")
+            done += count
+        return found
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class RemoteSource(Source):

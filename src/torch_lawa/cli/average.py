@@ -147,16 +147,30 @@ def _say(plan: "Plan", result: "Result") -> None:
         click.echo(
             f"Warning: the mean of {result.not_finite[0]!r}"
             + (f" and {more} other tensors" if more else "")
-            + " holds NaN or Inf, as a checkpoint does.",
+            + f" holds NaN or Inf, as {_why_not_finite(plan, result)}.",
             err=True,
         )
     first, newest = plan.inputs[0].label, plan.inputs[-1].label
-    rate = result.bytes_read / max(result.engine_seconds, 1e-9)
+    rate = result.bytes_read / max(result.seconds, 1e-9)
+    many = len(plan.inputs) > 1
+    inputs = f"{len(plan.inputs)} checkpoints, {first} to {newest}" if many else first
     click.echo(
-        f"{result.place}: the mean of {len(plan.inputs)} checkpoints, {first} to {newest}. "
+        f"{result.place}: the mean of {inputs}. "
         f"Read {format_bytes(result.bytes_read)} in {result.seconds:.2f} s "
         f"({format_bytes(rate)}/s), wrote {format_bytes(result.bytes_written)}."
     )
+
+
+def _why_not_finite(plan: "Plan", result: "Result") -> str:
+    """What to look into; whether a checkpoint holds them is known only where dtypes are kept."""
+    narrowed = {
+        t.target.dtype
+        for t in plan.tensors
+        if t.name in result.not_finite and t.source.dtype != t.target.dtype
+    }
+    if not narrowed:
+        return "a checkpoint does"
+    return f"a checkpoint does, or as values are too large for {', '.join(sorted(narrowed))}"
 
 
 def _numbers(text: str) -> list[float]:

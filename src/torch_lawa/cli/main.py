@@ -4,6 +4,7 @@
 imported here: `lawa --help` must answer at once.
 """
 
+import contextlib
 import importlib
 import sys
 
@@ -57,6 +58,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _run(args: list[str] | None) -> int:
+    _allow_open_files()
     try:
         code = lawa.main(args, prog_name="lawa", standalone_mode=False)
     except click.ClickException as error:
@@ -70,3 +72,13 @@ def _run(args: list[str] | None) -> int:
         click.echo(f"Error: {message}", err=True)
         return 1
     return code if isinstance(code, int) else 0
+
+
+def _allow_open_files() -> None:
+    """As many as the system lets us: a run of sharded checkpoints has more than the usual 1024."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,8 +1,11 @@
 """Show long work while it runs: a bar with rate and time left, or nothing where nobody looks."""
 
+import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import TypeVar
 
 import click
@@ -16,7 +19,11 @@ _PATIENCE = 0.4  # seconds before a bar is worth its import
 
 
 def while_shown(act: Callable[[], _T], meter: Meter, title: str, *, shown: bool = True) -> _T:
-    """Run `act` beside a progress bar of `meter`; Ctrl-C stops it between two pieces."""
+    """Run `act` beside a progress bar of `meter`; Ctrl-C stops it between two pieces.
+
+    So do SIGTERM and SIGHUP (a time limit, a terminal that closed): what was written aside may be
+    as large as the model, and must not stay.
+    """
     made: list[_T] = []
     failed: list[BaseException] = []
     # An event rather than `join`, which after a Ctrl-C may take a running thread for ended.
@@ -32,21 +39,49 @@ def while_shown(act: Callable[[], _T], meter: Meter, title: str, *, shown: bool 
             ended.set()
 
     try:
-        threading.Thread(target=work, daemon=True).start()
-        if not ended.wait(_PATIENCE) and shown and sys.stderr.isatty():
-            _show(ended, meter, title)
-        while not ended.wait(1.0):  # with a time limit, so that Ctrl-C is noticed
-            pass
+        with _interrupting():
+            threading.Thread(target=work, daemon=True).start()
+            if not ended.wait(_PATIENCE) and shown and sys.stderr.isatty():
+                _show(ended, meter, title)
+            while not ended.wait(1.0):  # with a time limit, so that Ctrl-C is noticed
+                pass
     except KeyboardInterrupt:
         meter.stop()
         if begun.is_set():
             ended.wait()
+        if made:  # too late: it is done, and nothing is gained by hiding that
+            return made[0]
         raise click.Abort from None
     if failed:
         if isinstance(failed[0], Stopped):
             raise click.Abort from None
         raise failed[0]
     return made[0]
+
+
+@contextmanager
+def _interrupting() -> Iterator[None]:
+    """Take the signals that would end the process at once for a Ctrl-C; a second one ends it."""
+    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    numbers = [getattr(signal, name) for name in names]
+    here = threading.current_thread() is threading.main_thread()
+    # One that is ignored, as under nohup, stays so.
+    taken = [n for n in numbers if here and signal.getsignal(n) is signal.SIG_DFL]
+
+    def restore() -> None:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        restore()
+        raise KeyboardInterrupt
+
+    for number in taken:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        restore()
 
 
 def _show(ended: threading.Event, meter: Meter, title: str) -> None:

@@ -19,7 +19,16 @@ from numpy.typing import NDArray
 from torch_lawa.core.coefficients import Weights
 from torch_lawa.core.dtypes import DTYPES
 
-__all__ = ["PIECE", "Bytes", "Doubles", "Pieces", "exact_factor", "make_pieces", "piece_length"]
+__all__ = [
+    "PIECE",
+    "Bytes",
+    "Doubles",
+    "Pieces",
+    "all_finite",
+    "exact_factor",
+    "make_pieces",
+    "piece_length",
+]
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Doubles: TypeAlias = NDArray[np.float64]
@@ -29,6 +38,16 @@ Windows: TypeAlias = Sequence[tuple[range, Weights]]
 # (see docs/decisions/0009).
 PIECE = 1 << 18
 _PIECE_BYTES = 1 << 19
+
+# The bits that are all set in a value that is not finite, of every float dtype.
+_NOT_FINITE = {
+    "F64": 0x7FF0000000000000,
+    "F32": 0x7F800000,
+    "F16": 0x7C00,
+    "BF16": 0x7F80,
+    "F8_E4M3": 0x7F,
+    "F8_E5M2": 0x7C,
+}
 
 
 class Pieces(ABC):
@@ -107,6 +126,19 @@ def piece_length(source: str, target: str) -> int:
 def real(code: str) -> str:
     """Complex numbers are averaged as pairs of real ones."""
     return "F32" if code == "C64" else code
+
+
+def all_finite(raw: Bytes, code: str) -> bool:
+    """Whether no value of a float dtype is NaN or Inf.
+
+    >>> all_finite(np.array([1.0, 6e4], np.float16).view(np.uint8), "F16")
+    True
+    >>> all_finite(np.array([1.0, np.inf], np.float16).view(np.uint8), "F16")
+    False
+    """
+    code = real(code)
+    values, mask = raw.view(f"u{DTYPES[code].itemsize}"), _NOT_FINITE[code]
+    return not bool(((values & mask) == mask).any())
 
 
 def exact_factor(divisor: float) -> float:

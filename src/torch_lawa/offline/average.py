@@ -11,6 +11,7 @@ from torch_lawa.checkpoints.opening import open_checkpoint
 from torch_lawa.checkpoints.places import Place
 from torch_lawa.checkpoints.provenance import note_provenance, provenance
 from torch_lawa.errors import ConfigError
+from torch_lawa.offline.changes import refusing_changes
 from torch_lawa.offline.digests import hash_files
 from torch_lawa.offline.engine import Meter, default_threads, run, whole
 from torch_lawa.offline.filling import check_unchanged, plan_filling, whole_name
@@ -30,7 +31,8 @@ class Result:
     bytes_written: int
     engine_seconds: float  # reading, averaging and writing, without start-up and flushing
     seconds: float
-    not_finite: tuple[str, ...]  # tensors whose mean holds NaN or Inf, as an input does
+    # Tensors whose mean holds NaN or Inf: an input does, or the result's dtype is too narrow.
+    not_finite: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         """For programs."""
@@ -88,7 +90,7 @@ def average_checkpoints(
         hashes = _digests(opened, num_threads, meter, leader) if digests else {}
         metadata = metadata_of(plan, hashes)
         shared = leader.meeting.values if leader else None
-        with writing(plan.output, metadata, plan.aliases, shared) as sink:
+        with writing(plan.output, metadata, plan.aliases, shared) as sink, refusing_changes(opened):
             before = time.perf_counter()
             # In the order of the output, so that it is written front to back.
             spans = whole(tensor for file in sink.files for tensor, _ in file.tensors)

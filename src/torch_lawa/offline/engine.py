@@ -12,7 +12,7 @@ from typing import Protocol, TypeAlias, TypeVar
 from torch_lawa.checkpoints.base import Checkpoint
 from torch_lawa.core.coefficients import Uniform, Weights
 from torch_lawa.core.dtypes import DTYPES
-from torch_lawa.core.pieces import PIECE, Bytes, make_pieces, piece_length
+from torch_lawa.core.pieces import PIECE, Bytes, all_finite, make_pieces, piece_length
 from torch_lawa.errors import FormatError
 from torch_lawa.offline.matching import PlannedTensor
 
@@ -156,7 +156,8 @@ def run(
                 # From a server one after the other, so that only one is in memory.
                 made = piece.mean(list(raws) if local else raws, how, code, target)
                 meter.add((end - begin) * len(sources))
-                if not piece.finite:
+                # A mean may be too large for a narrower dtype than that of the inputs.
+                if not piece.finite or (code != target and not all_finite(made, target)):
                     not_finite.add(tensor.name)
             sink.write(tensor.name, first * value_width(target), made)
 

@@ -23,6 +23,7 @@ from torch_lawa.core.records import MetricsWriter, Row, read_metrics
 from torch_lawa.core.units import format_bytes
 from torch_lawa.errors import ConfigError
 from torch_lawa.offline.average import metadata_of
+from torch_lawa.offline.changes import refusing_changes
 from torch_lawa.offline.engine import (
     Meter,
     default_threads,
@@ -285,7 +286,8 @@ def _make(
                 for sink, made in zip(sinks, means, strict=True):
                     sink.write(tensor.name, first * value_width(target), made)
 
-        in_threads(threads or default_threads(opened), pieces_of(tensors, length), work, meter)
+        with refusing_changes(opened):
+            in_threads(threads or default_threads(opened), pieces_of(tensors, length), work, meter)
     return plans[0].aliases
 
 

@@ -262,7 +262,12 @@ class Watcher:
         # Aside first, so that nothing made from bytes that changed takes the name.
         aside = self._window.made / path.name
         output = replace(plan.output, place=LocalPlace(aside))
-        result = average_checkpoints(replace(plan, output=output), meter=_Meter(self._stop))
+        try:
+            result = average_checkpoints(replace(plan, output=output), meter=_Meter(self._stop))
+        except FormatError:
+            if self._window.changed():
+                return None
+            raise
         if self._window.changed():
             remove(aside)
             return None

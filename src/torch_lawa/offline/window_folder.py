@@ -178,7 +178,8 @@ class WindowFolder:
             self.state = state
 
     def _place(self, folder: str, file: str) -> LocalPlace:
-        place = LocalPlace(self.folder / folder)
+        # A link to a file that the trainer may rewrite, and so cut off, while it is read.
+        place = LocalPlace(self.folder / folder, mapped=False)
         return place.child(file) if file else place
 
     def _is_intact(self, snapshot: Snapshot) -> bool:

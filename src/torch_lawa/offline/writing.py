@@ -24,6 +24,7 @@ from torch_lawa.checkpoints.places import LocalPlace, Place, RemotePlace
 from torch_lawa.checkpoints.shard_files import lay_file, write_at, write_index
 from torch_lawa.core.dtypes import DTYPES
 from torch_lawa.core.pieces import Bytes
+from torch_lawa.errors import OutputError
 from torch_lawa.offline.meeting import clear_meetings
 from torch_lawa.offline.output import Output
 from torch_lawa.offline.shares import LaidFile
@@ -149,6 +150,11 @@ def _deliver(folder: Path, output: Output) -> None:
         upload(folder, output.place, output)
     elif isinstance(output.place, LocalPlace):
         target = output.place.path
+        if not output.overwrite and (target.exists() or target.is_symlink()):
+            raise OutputError(
+                f"{target}: was written by another process meanwhile; it stays. Pass --overwrite "
+                "to replace it."
+            )
         if output.is_folder:
             sync_folder(folder)
             publish(folder, target)

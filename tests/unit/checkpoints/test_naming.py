@@ -17,11 +17,13 @@ NAMES = {
     "epoch_12": Progress(None, 12), "ep12": Progress(None, 12),
     "checkpoint_epoch_12.pth": Progress(None, 12), "checkpoint-12.pth.tar": Progress(12),
     "ckpt-1-step-500": Progress(500), "step-500-ckpt-1": Progress(500), "step-0": Progress(0),
+    "checkpoint_3_400.pt": BOTH, "step 500.pt": Progress(500), "epoch 3 step 400": BOTH,
     # not guessed
     "step-1k": Progress(), "step_1_000": Progress(), "step-1.5": Progress(), "step=-5": Progress(),
     "gpt2-350m": Progress(), "resnet50": Progress(), "v1.5": Progress(), "llama-3-8b": Progress(),
     "deep12": Progress(), "timestep500x": Progress(), "checkpoint-500-merged": Progress(),
-    "checkpoint_1_500.pt": Progress(), "step-1-step-2": Progress(), "checkpoint": Progress(),
+    "checkpoint_1_500_2.pt": Progress(), "my_checkpoint_1_500": Progress(),
+    "step-1-step-2": Progress(), "checkpoint": Progress(),
     "model_best.pth.tar": Progress(), "": Progress(), ".pt": Progress(), "..": Progress(),
     "step" + "9" * 5000: Progress(),
 }  # fmt: skip
@@ -57,6 +59,12 @@ def test_bare_numbers_count_where_the_rest_is_the_same(
     names: list[str], steps: list[int | None]
 ) -> None:
     assert [progress.step for progress in parse_names(names)] == steps
+
+
+def test_fairseq_counts_epochs_where_there_is_one_number() -> None:
+    names = ["checkpoint2.pt", "checkpoint_1_500.pt", "checkpoint_best.pt"]
+    assert parse_names(names) == [Progress(None, 2), Progress(500, 1), Progress()]
+    assert parse_names(["checkpoint2.pt", "checkpoint_best.pt"]) == [Progress(2), Progress()]
 
 
 def test_a_bare_number_alone_may_be_a_version() -> None:

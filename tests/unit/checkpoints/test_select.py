@@ -31,6 +31,7 @@ def run_of(*numbers: int, by: str = "step") -> Discovery:
         ({"every": 200, "last": 1}, [400]),
         ({"every": 200, "at": 200, "start": 1}, [200]),
         ({"stop": 250, "last": 1}, [200]),
+        ({"stop": 100}, [100]),
     ],
 )
 @pytest.mark.parametrize("by", ["step", "epoch"])
@@ -93,3 +94,7 @@ def test_uneven_gaps_are_noted(numbers: tuple[int, ...], note: str | None) -> No
 def test_gaps_are_those_of_what_is_left() -> None:
     assert select(run_of(1, 50, 100, 200, 300), every=100).notes == ("before",)
     assert select(run_of(1, 2, 3, 9, by="epoch")).notes[1].startswith("uneven epochs: 1 between")
+
+
+def test_nothing_after_the_first() -> None:
+    assert select(run_of(0, 100, 200), stop=0).numbers == [0]

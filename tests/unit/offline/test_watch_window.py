@@ -68,6 +68,32 @@ def test_a_rewrite_during_the_average_is_not_published(
     assert_file(out, trainer.mean(200, 300))
 
 
+def test_a_file_cut_off_during_the_average_does_not_end_the_watch(
+    trainer: Trainer, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch_lawa.offline import average as module
+
+    run = module.run
+    with Watch(trainer.folder, out, k=2) as watch:
+        trainer.write(100, 200)
+        watch.settle()
+        old = out.read_bytes()
+        trainer.write(300)
+
+        def cutting(*args: Any, **how: Any) -> Any:
+            os.truncate(trainer.path(300), 0)  # as `torch.save` to the same name begins
+            return run(*args, **how)
+
+        monkeypatch.setattr(module, "run", cutting)
+        assert watch.settle() == ["step 300: taken (2 of 2)"]
+        monkeypatch.undo()
+        assert out.read_bytes() == old
+        assert "changed after it was taken" in watch.look()[0]
+        trainer.write_in_place(300)
+        watch.settle()
+    assert_file(out, trainer.mean(200, 300))
+
+
 def test_links_where_there_can_be_and_copies_elsewhere(
     trainer: Trainer, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
