@@ -261,8 +261,8 @@ def test_resumed_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
             accelerator.load_state(str(folder))
             first, skip = 1, 3
         for epoch in range(first, 3):
-            loader.set_epoch(epoch)
             batches = accelerator.skip_first_batches(loader, skip) if skip else loader
+            batches.set_epoch(epoch)
             for number, inputs in enumerate(batches, skip + 1):
                 accelerator.backward(model(inputs).square().mean())
                 optimizer.step()
