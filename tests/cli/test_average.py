@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from torch_lawa.cli import main
 from torch_lawa.core.records import read_metrics
+from torch_lawa.offline.engine import Meter, Stopped
+from torch_lawa.offline.sweep import plan_sweep, run_sweep
 
 
 @pytest.fixture
@@ -211,6 +213,57 @@ def test_a_sweep_writes_every_window(run: Path, lawa: Lawa) -> None:
     assert torch.equal(made["w"], mean(run, [100, 200, 300]))
     assert made["n"] == 300
     assert torch.equal(load_file("s/step-500-k-2.safetensors")["w"], mean(run, [400, 500]))
+
+
+def test_a_sweep_goes_on_with_the_results_that_are_there(run: Path, lawa: Lawa) -> None:
+    Path("my_evaluator.py").write_text(EVALUATOR)
+    windows = ("--k", "2,3", "-o", "s")
+    assert lawa("sweep", "run", *windows, "--to", 400)[0] == 0
+    made = {path: path.stat().st_mtime_ns for path in Path("s").iterdir()}
+    words = (*windows, "--evaluator", "my_evaluator:evaluate", "--no-raw")
+    code, _, complained = lawa("sweep", "run", *words)
+    assert code == 0, complained
+    assert {path: path.stat().st_mtime_ns for path in made} == made
+    assert len(list(Path("s").iterdir())) == 7
+    for steps in ([100, 200], [400, 500], [300, 400, 500]):
+        result = load_file(f"s/step-{steps[-1]}-k-{len(steps)}.safetensors")
+        assert torch.equal(result["w"], mean(run, steps))
+    rows = {(row["step"], row["k"]) for row in read_metrics(Path("metrics.jsonl"))}
+    assert rows == {(s, k) for k in (2, 3) for s in range(100 * k, 600, 100)}
+
+
+@pytest.mark.parametrize("change", ["input", "rule", "foreign"])
+def test_a_sweep_refuses_results_of_something_else(run: Path, lawa: Lawa, change: str) -> None:
+    words = ["--k", "2", "-o", "s"]
+    assert lawa("sweep", "run", *words)[0] == 0
+    if change == "input":
+        later = Path("s/step-300-k-2.safetensors").stat().st_mtime + 1
+        os.utime(run / "step_300.safetensors", (later, later))
+    elif change == "foreign":
+        save_file({"w": torch.ones(1)}, "s/step-300-k-2.safetensors")
+    else:
+        words += ["--coefficients", "decay:linear"]
+    before = {path: path.read_bytes() for path in Path("s").iterdir()}
+    code, _, complained = lawa("sweep", "run", *words)
+    assert code == 1
+    assert "is not the mean of these checkpoints as they are now" in complained
+    assert {path: path.read_bytes() for path in Path("s").iterdir()} == before
+
+
+def test_a_stopped_sweep_evaluates_no_more(run: Path, tmp_path: Path) -> None:
+    meter, seen = Meter(), list[float]()
+
+    def evaluate(state: dict[str, torch.Tensor]) -> dict[str, float]:
+        seen.append(float(state["w"].sum()))
+        meter.stop()  # as Ctrl-C does
+        return {"x": seen[-1]}
+
+    plan, metrics = plan_sweep(run, [2]), tmp_path / "m.jsonl"
+    with pytest.raises(Stopped):
+        run_sweep(plan, evaluator=evaluate, metrics=metrics, meter=meter)
+    assert len(seen) == len(read_metrics(metrics)) == 1
+    run_sweep(plan, evaluator=lambda state: {"x": 0.0}, metrics=metrics)
+    assert [row["step"] for row in read_metrics(metrics)] == [200, 300, 400, 500]
 
 
 def test_a_sweep_plan(run: Path, lawa: Lawa) -> None:

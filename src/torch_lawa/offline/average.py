@@ -129,7 +129,8 @@ def _provenance(plan: Plan, digests: dict[str, str] | None = None) -> dict[str, 
         if found:
             entry["sha256"] = found
         inputs.append(entry)
-    return provenance(plan.coefficients, inputs)
+    made = provenance(plan.coefficients, inputs)
+    return made if plan.key is None else {**made, "key": plan.key}
 
 
 def _digests(

@@ -1,5 +1,6 @@
 """Where a result goes and how it is laid out."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -175,6 +176,8 @@ def _refuse_clashes(place: Place, checkpoints: Sequence[Checkpoint], overwrite: 
                 raise OutputError(
                     f"{place}: is, holds or lies in the input {checkpoint.place}; write elsewhere."
                 )
+    if isinstance(place, LocalPlace):
+        _refuse_odd(place)
     if not place.exists():
         return
     if not overwrite:
@@ -186,6 +189,18 @@ def _refuse_clashes(place: Place, checkpoints: Sequence[Checkpoint], overwrite: 
             f"{place}: is a folder with other things than a checkpoint in it, which replacing it "
             "would remove. Write elsewhere, or remove it yourself."
         )
+
+
+def _refuse_odd(place: LocalPlace) -> None:
+    """What no `--overwrite` may replace, such as /dev/null, and what nothing can be put into."""
+    if os.path.lexists(place.path) and not place.exists():
+        raise OutputError(
+            f"{place}: is neither a file nor a folder (a device, or a link that leads nowhere); "
+            "write elsewhere."
+        )
+    above = next((p for p in place.path.parents if os.path.lexists(p)), None)
+    if above is not None and not above.is_dir():
+        raise OutputError(f"{place}: {above} is not a folder; write elsewhere.")
 
 
 def _resolved(place: Place) -> str:

@@ -26,6 +26,7 @@ from torch_lawa.offline.average import metadata_of
 from torch_lawa.offline.changes import refusing_changes
 from torch_lawa.offline.engine import (
     Meter,
+    Stopped,
     default_threads,
     in_threads,
     pieces_of,
@@ -34,6 +35,7 @@ from torch_lawa.offline.engine import (
 )
 from torch_lawa.offline.matching import PlannedTensor, match_tensors
 from torch_lawa.offline.plan import Input, plan_found, plan_opened
+from torch_lawa.offline.reuse import is_made
 from torch_lawa.offline.writing import writing
 
 if TYPE_CHECKING:
@@ -159,7 +161,8 @@ def run_sweep(
 ) -> list[Row]:
     """Make every result; evaluate it, or write it to the folder `output`, or both.
 
-    Rows that `metrics` has already are not made again, so a sweep that was stopped goes on.
+    Rows that `metrics` has already are not made again, nor are results that `output` has, so a
+    sweep that was stopped goes on.
     """
     if evaluator is None and output is None:
         raise ConfigError("a sweep needs an evaluator, an output folder, or both.")
@@ -175,17 +178,23 @@ def run_sweep(
     with ExitStack() as stack:
         writer = stack.enter_context(MetricsWriter(metrics)) if metrics else None
         if output is None:
-            made = tempfile.TemporaryDirectory(prefix="lawa-sweep-", dir=scratch)
-            folder: Place = LocalPlace(stack.enter_context(made))
+            aside = tempfile.TemporaryDirectory(prefix="lawa-sweep-", dir=scratch)
+            folder: Place = LocalPlace(stack.enter_context(aside))
         else:
             folder = parse_place(output)
-        batches = list(_batches(todo, plan, folder, keep=output is not None))
+        places = {w: folder.child(f"{w.name}.safetensors") for w in todo}
+        made = [w for w in todo if output is not None and _is_made(plan, w, places[w])]
+        there = set(made)
+        left = [w for w in todo if w not in there]
+        batches = list(_batches(left, plan, folder, keep=output is not None))
         meter.total = sum(_bytes_read(batch, plan) for batch in batches)
-        for batch in batches:
-            places = {w: folder.child(f"{w.name}.safetensors") for w in batch}
-            aliases = _make(plan, batch, places, threads, meter)
+        for batch in (made, *batches):
+            if batch is not made:
+                _make(plan, batch, places, threads, meter)
             for window in batch if evaluator else ():
-                row = _evaluate(evaluator, places[window], aliases, window, facts)  # type: ignore[arg-type]
+                if meter.stopped:
+                    raise Stopped
+                row = _evaluate(evaluator, places[window], window, facts)  # type: ignore[arg-type]
                 rows.append(row)
                 if writer:
                     writer.write(row)
@@ -212,6 +221,11 @@ def _without_known(plan: SweepPlan, metrics: Path | None) -> list[Window]:
 
 def _k(window: Window) -> int | None:
     return None if window.k == 1 else window.k
+
+
+def _is_made(plan: SweepPlan, window: Window, place: Place) -> bool:
+    found = [plan.found[at] for at in window.positions]
+    return is_made(place, found, plan.rule.weights(window.k), plan.coefficients, plan.key)
 
 
 def _batches(
@@ -242,8 +256,8 @@ def _make(
     places: Mapping[Window, Place],
     threads: int | None,
     meter: Meter,
-) -> Mapping[str, str]:
-    """All results of a batch in one pass over the checkpoints that they need; their ties."""
+) -> None:
+    """All results of a batch in one pass over the checkpoints that they need."""
     needed = _needed(batch)
     index = {at: i for i, at in enumerate(needed)}
     with ExitStack() as stack:
@@ -288,13 +302,11 @@ def _make(
 
         with refusing_changes(opened):
             in_threads(threads or default_threads(opened), pieces_of(tensors, length), work, meter)
-    return plans[0].aliases
 
 
 def _evaluate(
     evaluator: Evaluator,
     place: Place,
-    aliases: Mapping[str, str],
     window: Window,
     facts: Mapping[str, Any],
 ) -> Row:
@@ -304,7 +316,8 @@ def _evaluate(
     path = Path(str(place))
     began = time.perf_counter()
     state = load_tensors(path, read_header(path))
-    state.update({name: state[kept] for name, kept in aliases.items()})
+    with open_checkpoint(place) as made:
+        state.update({name: state[kept] for name, kept in made.aliases.items()})
     values = evaluator(state)
     seconds = time.perf_counter() - began
     if not isinstance(values, Mapping):

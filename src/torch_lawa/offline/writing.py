@@ -150,7 +150,7 @@ def _deliver(folder: Path, output: Output) -> None:
         upload(folder, output.place, output)
     elif isinstance(output.place, LocalPlace):
         target = output.place.path
-        if not output.overwrite and (target.exists() or target.is_symlink()):
+        if not output.overwrite and os.path.lexists(target):
             raise OutputError(
                 f"{target}: was written by another process meanwhile; it stays. Pass --overwrite "
                 "to replace it."

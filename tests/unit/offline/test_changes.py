@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
 from torch_lawa.checkpoints.places import LocalPlace
@@ -104,6 +105,20 @@ def test_another_process_was_quicker(
     assert {p.name for p in tmp_path.iterdir()} == {"run", name}
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_device_or_a_link_to_nowhere_is_not_replaced(
+    run: Path, tmp_path: Path, overwrite: bool
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link.safetensors").symlink_to("nowhere")
+    for name in ("pipe", "link.safetensors"):
+        with pytest.raises(OutputError, match="neither a file nor a folder"):
+            plan_average(run, tmp_path / name, last=2, overwrite=overwrite)
+    inside = run / "step-1.safetensors" / "deep" / "mean.safetensors"
+    with pytest.raises(OutputError, match=r"step-1.safetensors is not a folder"):
+        plan_average(run, inside, last=1, overwrite=overwrite)
+
+
 def test_a_file_that_is_cut_off_is_an_error_rather_than_the_end(tmp_path: Path) -> None:
     path = tmp_path / "bytes"
     path.write_bytes(bytes(range(200)) * 100)
@@ -115,3 +130,15 @@ def test_a_file_that_is_cut_off_is_an_error_rather_than_the_end(tmp_path: Path) 
     with pytest.raises(FormatError, match="cut off while it was read"):
         source.view(50, 150)
     source.close()
+
+
+def test_the_key_is_part_of_what_a_result_was_made_of(tmp_path: Path) -> None:
+    for step in (1, 2):
+        weights = {"model": {"w": torch.ones(2)}, "ema": {"w": torch.zeros(2)}}
+        torch.save(weights, tmp_path / f"step-{step}.pt")
+    out = tmp_path / "out"
+    for _ in range(2):  # the second finds what the first made
+        sweep.run_sweep(sweep.plan_sweep(tmp_path, [2], key="ema"), output=out)
+    with pytest.raises(OutputError, match="is not the mean of these checkpoints"):
+        sweep.run_sweep(sweep.plan_sweep(tmp_path, [2], key="model"), output=out)
+    assert (load_file(out / "step-2-k-2.safetensors")["w"] == 0).all()
