@@ -86,6 +86,8 @@ def schedule(rank: int, same: bool) -> dict[str, Any]:
     averager = LatestWeightAverager(k=2, schedule=OnPlateau())
     took, error = [], None
     for loss in (3.0, 2.0, 2.5):
+        with torch.no_grad():
+            model(torch.ones(1, 3))  # a validation: the parameters stay gathered
         try:
             took.append(averager.step(model, loss=loss if same else loss - rank * loss))
         except ConfigError as raised:

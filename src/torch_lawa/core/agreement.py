@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_lawa.core.roll_call import roll_call
-from torch_lawa.core.shards import is_sharded
+from torch_lawa.core.shards import is_sharded, reshard
 from torch_lawa.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ def _groups(model: nn.Module | Mapping[str, Tensor], *, copies: bool) -> "list[P
     found: dict[str, ProcessGroup] = {}
     if not isinstance(model, nn.Module | Mapping):
         return []  # refused when a snapshot is taken of it
+    if isinstance(model, nn.Module):
+        reshard(model)  # after a forward pass without a backward one, parameters may be gathered
     for tensor in model.parameters() if isinstance(model, nn.Module) else model.values():
         if not is_sharded(tensor):
             continue
