@@ -8,7 +8,6 @@ of several processes, each in a folder of its own, those that are ahead can go b
 
 import contextlib
 import os
-import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -23,6 +22,7 @@ from torch_lawa.checkpoints.safetensors import Header, read_header
 from torch_lawa.checkpoints.tensors import map_flat, spec_of, write_flat
 from torch_lawa.errors import StoreError
 from torch_lawa.stores.base import Buffer, Content, Found, Layout, Snapshot, Store
+from torch_lawa.stores.disk_lock import FolderLock
 from torch_lawa.stores.disk_manifest import MANIFEST, Manifest, Row, entries
 from torch_lawa.stores.disk_ranks import SPARE, Ranks, Report, agree
 from torch_lawa.stores.memory import Stage, idle_memory
@@ -69,7 +69,7 @@ class DiskStore(Store):
         self._surplus: set[str] = set()  # in the manifest, but not wanted: go with the next put
         self._serial = self._run = self._began = self._age = 0
         self._maps: dict[str, list[Tensor]] = {}
-        self._lock: int | None = None
+        self._lock: FolderLock | None = None
 
     def find(self, k: int) -> Found | None:
         """Lock the folder, take over the window its manifest names, sweep up the rest.
@@ -176,6 +176,8 @@ class DiskStore(Store):
 
     def wait(self) -> None:
         """Return when the last snapshot is on disk; raise what kept it from getting there."""
+        if self._pending is not None:
+            self._settle()
         pending, self._pending = self._pending, None
         if pending is not None:
             try:
@@ -224,6 +226,7 @@ class DiskStore(Store):
 
     def _begin(self) -> None:
         """An empty window, in memory and on disk."""
+        self._settle()
         self.wait()
         self._began, self._age = self._run, 0
         self._forget()
@@ -241,6 +244,7 @@ class DiskStore(Store):
     def _put(
         self, content: Content, notes: Mapping[str, Any], run: int, *, num_ends: int, commit: bool
     ) -> None:
+        self._settle()
         self.wait()
         if self._staged is None:
             self._staged = [stage.allocate() for stage in self._stages]
@@ -345,34 +349,13 @@ class DiskStore(Store):
     def _settle(self) -> None:
         """Find this process's place, and keep others out for as long as it lives."""
         if self._lock is not None:
+            self._lock.check()
             return
         if not self.alone:
             self._ranks = Ranks.now()
         self.folder = self._ranks.folder(self._root)
         self._ranks.refuse_other_windows(self._root)
-        self._acquire()
-
-    def _acquire(self) -> None:
-        """One process at a time: the lock goes with the process, however it ends."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise StoreError(f"{self.folder}: cannot be used for snapshots ({error}).") from error
-        closing = weakref.finalize(self, os.close, self._lock)
-        with contextlib.suppress(ImportError):
-            import fcntl
-
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                self._lock = None
-                closing()
-                raise StoreError(
-                    f"{self.folder}: another averager, here or in another process, is using this "
-                    "snapshot folder. Give each run a folder of its own; if its processes share "
-                    "one, initialise torch.distributed before the averager is made."
-                ) from None
+        self._lock = FolderLock(self.folder)
 
     def _sweep(self) -> None:
         """Remove what a killed process left half-written, and files outside the window."""

@@ -227,3 +227,43 @@ def test_reloading_a_state_replaces_the_files_in_one_step(tmp_path: Path) -> Non
     again = LatestWeightAverager(k=3, store=DiskStore(tmp_path))
     assert again.average()["w"].tolist() == [12.0] * 4
     assert again.num_collected == 4
+
+
+FORKING = """
+import os, sys, torch
+from torch_lawa import DiskStore, LatestWeightAverager
+
+def averager():
+    return LatestWeightAverager(k=2, store=DiskStore(sys.argv[1]))
+
+def collect(value):
+    owner.collect({"w": torch.full((4,), value)})
+    owner.wait()
+
+owner = averager()
+collect(1.0)
+sleeping, awake = os.pipe()
+if os.fork() == 0:  # as the worker of a loader: it has everything open, and works on
+    os.close(awake)
+    os.read(sleeping, 1)
+    os._exit(0)
+if (child := os.fork()) == 0:
+    try:
+        collect(5.0)
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+collect(2.0)
+del owner
+print(averager().average()["w"].tolist())
+"""
+
+
+def test_forked_processes_neither_write_nor_keep_the_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKING, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    refused, found = done.stdout.splitlines() or [done.stderr, ""]
+    assert refused.startswith("StoreError")
+    assert "this process was forked from the one that owns the window" in refused
+    assert found == "[1.5, 1.5, 1.5, 1.5]"
