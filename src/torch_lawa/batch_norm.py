@@ -1,6 +1,7 @@
 """BatchNorm statistics that fit averaged weights: re-estimated from a few batches."""
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -32,9 +33,10 @@ def recalibrate_batch_norm(
     The mean of averaged weights never saw a batch, so its BatchNorm statistics are unknown. This
     runs `num_batches` batches of training data (all of them by default) through the model with
     only the BatchNorm layers in training mode and sets their statistics to the average over the
-    batches, each weighted by its size. Modes and momenta are restored; nothing else changes, and
-    when anything fails the statistics are as they were. Without BatchNorm layers it returns 0 and
-    does not touch the loader.
+    batches, each weighted by its size. A layer that is used several times in a pass gets the
+    average over its uses; one that is not used keeps its statistics. Modes and momenta are
+    restored; nothing else changes, and when anything fails the statistics are as they were.
+    Without BatchNorm layers it returns 0 and does not touch the loader.
 
     A batch may be a tensor, a tuple or list whose first item is the input, or a dict of keyword
     arguments; tensors are moved to the model's device. For anything else give
@@ -58,53 +60,101 @@ def recalibrate_batch_norm(
     if num_batches is not None and num_batches < 1:
         raise BatchNormError(f"num_batches={num_batches}: at least one batch is needed.")
     call = forward if forward is not None else _forward(model)
-    with _estimating(model, layers), torch.no_grad():
-        num_used, total = 0, 0
-        for batch in itertools.islice(loader, num_batches):
-            size = _size(batch)
-            total += size
-            for layer in layers:
-                layer.momentum = size / total
-            call(model, batch)
-            num_used += 1
-        if group is not None:
-            total = _agree(layers, total, group)
-        if total == 0:
+    num_used = 0
+    with torch.no_grad():
+        seen = _Seen(layers)
+        with _estimating(model, layers):
+            for batch in itertools.islice(loader, num_batches):
+                seen.add(functools.partial(call, model, batch), _size(batch))
+                num_used += 1
+        if not (num_used if group is None else seen.share(num_used, group)):
             raise BatchNormError(
                 "the loader gave no batches, so the BatchNorm statistics were left as they were. "
                 "Pass a loader that can be iterated again (not a spent iterator)."
             )
+        seen.write()
     return num_used
 
 
-def _agree(layers: list[_BatchNorm], total: int, group: "ProcessGroup") -> int:
-    """Give every process the statistics of all their batches; returns how many examples that was.
+class _Seen:
+    """The statistics of all batches so far: float64 sums, rounded once and equal everywhere."""
 
-    A process without batches counts for nothing, and takes part all the same: others wait for it.
-    """
-    statistics = [
-        local(statistic)
-        for layer in layers
-        for statistic in (layer.running_mean, layer.running_var)
-        if statistic is not None
-    ]
-    device = statistics[0].device
-    # Sums in float64: they are rounded once, and equal in every process.
-    flat = torch.cat([statistic.flatten().double().to(device) for statistic in statistics])
-    sums = torch.cat([flat * total if total else torch.zeros_like(flat), flat.new_tensor([total])])
-    roll_call(f"recalibrate_batch_norm of {len(layers)} layers", group)
-    torch.distributed.all_reduce(sums, group=group)
-    everyone = int(sums[-1])
-    if everyone:
-        means = torch.split(sums[:-1] / sums[-1], [s.numel() for s in statistics])
-        for statistic, mean in zip(statistics, means, strict=True):
-            statistic.copy_(mean.view_as(statistic))
-    return everyone
+    def __init__(self, layers: list[_BatchNorm]) -> None:
+        self._layers = layers
+        self._statistics = [
+            local(statistic)
+            for layer in layers
+            for statistic in (layer.running_mean, layer.running_var)
+            if statistic is not None
+        ]
+        self._lengths = [statistic.numel() for statistic in self._statistics]
+        # By value: the sums. By statistic (two a layer): how many examples they are sums over.
+        device = self._statistics[0].device
+        self._sums = torch.zeros(sum(self._lengths), dtype=torch.float64, device=device)
+        self._totals = torch.zeros(len(self._lengths), dtype=torch.float64)
+        self._calls = torch.zeros(len(layers), dtype=torch.int64)
+
+    def add(self, run: Callable[[], Any], size: int) -> None:
+        """Run one batch of `size` examples, and add what each layer saw of it."""
+        while True:
+            for layer in self._layers:
+                layer.reset_running_stats()
+            run()
+            calls = self._count_calls()
+            # With a momentum of 1 only the last of several uses is left; without, their average.
+            again = [
+                layer
+                for layer, n in zip(self._layers, calls.tolist(), strict=True)
+                if n > 1 and layer.momentum is not None
+            ]
+            if not again:
+                break
+            for layer in again:
+                layer.momentum = None
+        weights = (size * calls).double().repeat_interleave(2)
+        device = self._sums.device
+        flat = torch.cat([statistic.flatten().to(device) for statistic in self._statistics])
+        self._sums += flat.double() * self._by_value(weights)
+        self._totals += weights
+        self._calls += calls
+
+    def share(self, num_used: int, group: "ProcessGroup") -> int:
+        """Have what all processes saw; returns how many batches that was.
+
+        A process without batches counts for nothing, and takes part all the same: others wait.
+        """
+        counts = torch.cat([self._totals, self._totals.new_tensor([num_used])])
+        everything = torch.cat([self._sums, counts.to(self._sums.device)])
+        roll_call(f"recalibrate_batch_norm of {len(self._layers)} layers", group)
+        torch.distributed.all_reduce(everything, group=group)
+        self._sums, counts = torch.split(everything, [self._sums.numel(), counts.numel()])
+        *totals, everyone = counts.tolist()
+        self._totals = self._totals.new_tensor(totals)
+        return int(everyone)
+
+    def write(self) -> None:
+        """Give the layers that were used their statistics."""
+        means = torch.split(self._sums / self._by_value(self._totals), self._lengths)
+        used = self._totals.tolist()
+        for statistic, mean, total in zip(self._statistics, means, used, strict=True):
+            if total:
+                statistic.copy_(mean.view_as(statistic))
+        for layer, n in zip(self._layers, self._calls.tolist(), strict=True):
+            if n and layer.num_batches_tracked is not None:
+                layer.num_batches_tracked.fill_(n)
+
+    def _count_calls(self) -> Tensor:
+        """How often each layer was used; in one question to the device."""
+        tracked = [local(layer.num_batches_tracked) for layer in self._layers]  # type: ignore[arg-type]
+        return torch.stack([count.to(self._sums.device) for count in tracked]).cpu()
+
+    def _by_value(self, numbers: Tensor) -> Tensor:
+        return numbers.repeat_interleave(torch.tensor(self._lengths)).to(self._sums.device)
 
 
 @contextlib.contextmanager
 def _estimating(model: nn.Module, layers: list[_BatchNorm]) -> Iterator[None]:
-    """Only `layers` in training mode, statistics reset; undone, except for new statistics."""
+    """Only `layers` in training mode, each keeping what it saw last; all undone at the end."""
     modes = [(module, module.training) for module in model.modules()]
     momenta = [layer.momentum for layer in layers]
     before = [
@@ -113,15 +163,12 @@ def _estimating(model: nn.Module, layers: list[_BatchNorm]) -> Iterator[None]:
     try:
         model.eval()
         for layer in layers:
-            layer.reset_running_stats()
             layer.train()
+            layer.momentum = 1.0
         yield
-    except BaseException:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
-        raise
     finally:
+        for buffer, value in before:
+            buffer.copy_(value)
         for module, training in modes:
             module.training = training
         for layer, momentum in zip(layers, momenta, strict=True):

@@ -134,3 +134,52 @@ def test_an_empty_loader_and_a_failing_forward_leave_the_statistics() -> None:
     assert model.num_batches_tracked.item() == 9
     assert model.momentum == 0.3
     assert model.training
+
+
+class Shared(nn.Module):
+    """One layer used twice in a pass, one every other time, one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.sometimes, self.never = (nn.BatchNorm1d(3) for _ in range(3))
+        self.num_passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_passes += 1
+        out: torch.Tensor = self.twice(x) + self.twice(3 * x + 10)
+        return out + self.sometimes(x) if len(x) == 4 else out
+
+
+def test_layers_used_twice_or_not_at_all() -> None:
+    data = batches(16, 4, 8, 4)
+    model = Shared()
+    for norm in (model.twice, model.sometimes, model.never):
+        norm.running_mean.fill_(7.0)
+        norm.running_var.fill_(torch.nan)
+    recalibrate_batch_norm(model, data)
+    uses = [use for x in data for use in (x, 3 * x + 10)]
+    for norm, seen in ((model.twice, uses), (model.sometimes, data[1::2])):
+        mean, var = expected(seen)
+        torch.testing.assert_close(norm.running_mean.double(), mean, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(norm.running_var.double(), var, rtol=1e-5, atol=1e-6)
+    assert model.never.running_mean.tolist() == [7.0] * 3
+    assert model.never.running_var.isnan().all()
+    calls = [int(n.num_batches_tracked) for n in (model.twice, model.sometimes, model.never)]
+    assert calls == [8, 2, 0]
+    assert [n.momentum for n in (model.twice, model.sometimes, model.never)] == [0.1] * 3
+    assert model.num_passes == 5  # the first batch again, once it is known how layers are used
+
+
+def test_a_compiled_model_is_not_compiled_for_every_batch() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    data = batches(*[8] * 5)
+    recalibrate_batch_norm(model, data)
+    plain = {name: value.clone() for name, value in model[1].named_buffers()}
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    model[1].reset_running_stats()
+    recalibrate_batch_norm(compiled, data[:1])  # type: ignore[arg-type]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        recalibrate_batch_norm(compiled, data)  # type: ignore[arg-type]
+    for name, value in model[1].named_buffers():
+        assert torch.equal(value, plain[name])
