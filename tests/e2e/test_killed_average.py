@@ -1,5 +1,7 @@
 """`lawa average`, killed at any moment, leaves the old result, the new one, or nothing."""
 
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -71,3 +73,29 @@ def test_killed_at_any_moment(run: Path, tmp_path: Path, signal_number: int) -> 
         assert process.wait(60) == 0
     assert value(out) == 2.0
     assert [p.name for p in tmp_path.iterdir()] == ["out"]  # leftovers of the killed are gone
+
+
+def test_a_terminal_that_closes(tmp_path: Path) -> None:
+    """With a bar on it; both the kernel and a shell send their SIGHUP."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    run.mkdir()
+    values = {f"w{i}": torch.ones(NUM_VALUES) for i in range(12)}
+    save_file(values, run / "step_1.safetensors")
+    for step in range(2, 10):
+        os.link(run / "step_1.safetensors", run / f"step_{step}.safetensors")
+    leader, terminal = pty.openpty()
+    words = ["average", str(run), "--last", "9", "-o", str(out), "--threads", "1", "--digests"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch_lawa", *words],
+        stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True,
+    )  # fmt: skip
+    os.close(terminal)
+    assert os.read(leader, 1)  # the bar is there
+    while process.poll() is None and not any(".partial" in p.name for p in tmp_path.iterdir()):
+        time.sleep(0.01)
+    os.close(leader)
+    for _ in range(2):
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.02)
+    process.wait(60)
+    assert {p.name for p in tmp_path.iterdir()} <= {"run", "out"}

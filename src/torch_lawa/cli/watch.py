@@ -93,6 +93,19 @@ def command(
 
     refuse_team("watching a run")
     stop = threading.Event()
+    unheard: list[BrokenPipeError] = []
+
+    def say(text: str, err: bool) -> None:
+        """Nobody reads any more, as behind `| head`: the watch ends as with Ctrl-C."""
+        try:
+            click.echo(text, err=err)
+        except BrokenPipeError as error:
+            unheard.append(error)
+            stop.set()
+
+    def tell(averaged: "Averaged") -> None:
+        for line in [json.dumps(averaged.to_json())] if as_json else _lines(averaged):
+            say(line, err=False)
 
     def work() -> None:
         from torch_lawa.offline.watch import watch_run
@@ -109,13 +122,15 @@ def command(
             poll=poll,
             settle=settle,
             once=once,
-            on_average=_print_json if as_json else _print_line,
-            on_message=lambda text: click.echo(text, err=as_json),
+            on_average=tell,
+            on_message=lambda text: say(text, err=as_json),
             stop=stop,
         )
 
     with _signals(stop):
         _run_aside(work)
+    if unheard:
+        raise unheard[0]
     if stop.is_set():
         click.echo("Stopped.", err=as_json)
 
@@ -161,20 +176,18 @@ def _run_aside(work: Callable[[], None]) -> None:
         raise failed[0]
 
 
-def _print_json(averaged: "Averaged") -> None:
-    click.echo(json.dumps(averaged.to_json()))
-
-
-def _print_line(averaged: "Averaged") -> None:
+def _lines(averaged: "Averaged") -> list[str]:
+    """For people: what was written, and what is wrong with it."""
     inputs, result = averaged.inputs, averaged.result
     unit = "epoch" if inputs[-1].step is None else "step"
     first, last = (i.epoch if i.step is None else i.step for i in (inputs[0], inputs[-1]))
     span = f"{unit} {last}" if len(inputs) == 1 else f"{unit}s {first} to {last}"
-    click.echo(
+    lines = [
         f"{inputs[-1].label}: averaged {len(inputs)} checkpoints, {span} -> {result.place} "
         f"({format_bytes(result.bytes_written)} in {result.seconds:.1f} s)"
-    )
+    ]
     if result.not_finite:
         more = len(result.not_finite) - 1
         others = f" and {more} other tensors" if more else ""
-        click.echo(f"warning: the mean of {result.not_finite[0]!r}{others} holds NaN or Inf")
+        lines.append(f"warning: the mean of {result.not_finite[0]!r}{others} holds NaN or Inf")
+    return lines

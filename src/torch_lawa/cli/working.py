@@ -16,6 +16,7 @@ __all__ = ["while_shown"]
 
 _T = TypeVar("_T")
 _PATIENCE = 0.4  # seconds before a bar is worth its import
+_WIDE = 60  # columns of a terminal that hold a bar with its figures
 
 
 def while_shown(act: Callable[[], _T], meter: Meter, title: str, *, shown: bool = True) -> _T:
@@ -38,20 +39,21 @@ def while_shown(act: Callable[[], _T], meter: Meter, title: str, *, shown: bool 
         finally:
             ended.set()
 
-    try:
-        with _interrupting():
+    with _interrupting():
+        try:
             threading.Thread(target=work, daemon=True).start()
             if not ended.wait(_PATIENCE) and shown and sys.stderr.isatty():
                 _show(ended, meter, title)
             while not ended.wait(1.0):  # with a time limit, so that Ctrl-C is noticed
                 pass
-    except KeyboardInterrupt:
-        meter.stop()
-        if begun.is_set():
-            ended.wait()
-        if made:  # too late: it is done, and nothing is gained by hiding that
-            return made[0]
-        raise click.Abort from None
+        except BaseException as error:  # Ctrl-C, or a bar on a terminal that is gone
+            meter.stop()
+            if begun.is_set():
+                ended.wait()
+            if not made:  # else too late: it is done, and nothing is gained by hiding that
+                if isinstance(error, KeyboardInterrupt):
+                    raise click.Abort from None
+                raise
     if failed:
         if isinstance(failed[0], Stopped):
             raise click.Abort from None
@@ -61,19 +63,19 @@ def while_shown(act: Callable[[], _T], meter: Meter, title: str, *, shown: bool 
 
 @contextmanager
 def _interrupting() -> Iterator[None]:
-    """Take the signals that would end the process at once for a Ctrl-C; a second one ends it."""
+    """Take the signals that would end the process at once for a Ctrl-C.
+
+    A second SIGTERM does end it; of a terminal that closes, the kernel and a shell may both tell.
+    """
     names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     numbers = [getattr(signal, name) for name in names]
     here = threading.current_thread() is threading.main_thread()
     # One that is ignored, as under nohup, stays so.
     taken = [n for n in numbers if here and signal.getsignal(n) is signal.SIG_DFL]
 
-    def restore() -> None:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
-
     def interrupt(number: int, frame: FrameType | None) -> None:
-        restore()
+        again = signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN
+        signal.signal(number, again)
         raise KeyboardInterrupt
 
     for number in taken:
@@ -81,7 +83,8 @@ def _interrupting() -> Iterator[None]:
     try:
         yield
     finally:
-        restore()
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _show(ended: threading.Event, meter: Meter, title: str) -> None:
@@ -90,22 +93,24 @@ def _show(ended: threading.Event, meter: Meter, title: str) -> None:
         BarColumn,
         DownloadColumn,
         Progress,
+        TaskProgressColumn,
         TextColumn,
         TimeRemainingColumn,
         TransferSpeedColumn,
     )
 
+    console = Console(stderr=True)
+    figures = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    narrow = (TaskProgressColumn(),)  # all of them would be cut, and on two lines
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+        BarColumn(bar_width=40 if console.width >= _WIDE else None),
+        *(figures if console.width >= _WIDE else narrow),
     )
     # Lines that the work prints meanwhile go above the bar, or to the file they are sent to.
     with Progress(
         *columns,
-        console=Console(stderr=True),
+        console=console,
         transient=True,
         redirect_stdout=sys.stdout.isatty(),
     ) as progress:
