@@ -72,6 +72,8 @@ def test_what_is_asked_for_goes_before_the_smoke_values(
         (["digits", "--learning-rate", "-1"], 2, "learning_rate=-1.0"),
         (["digits", "--optimizer", "rmsprop"], 2, "rmsprop"),
         (["digits", "--coefficients", "best"], 2, "coefficients 'best'"),
+        (["digits", "--lookahead-alpha", "2"], 2, "lookahead_alpha=2.0"),
+        (["digits", "--test-fraction", "0.9999"], 1, "test_fraction=0.9999"),
         (["digits", "--device", "tpu"], 1, "cpu"),
         (["cifar100-resnet34"], 1, "cifar-100-binary"),
         (["imagenet-resnet50", "--data", "nowhere"], 1, "nowhere"),
@@ -109,6 +111,31 @@ def test_a_run_from_begin_to_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[-1]["test_loss"] == last["test_loss"]
     assert lawa("report", "runs") == 0
     assert "digits: test loss" in capsys.readouterr().out
+
+
+def test_a_mistake_neither_costs_nor_leaves_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    cifar = ["train", "cifar100-resnet34", "--smoke", "--epochs", "3"]
+    assert lawa(*cifar[:2]) == 1  # no data yet
+    assert lawa(*cifar) == 0  # the folder is free
+    metrics = Path("runs/cifar100-resnet34-sgd-seed-0/metrics.jsonl")
+    before = metrics.read_text()
+    assert lawa(*cifar[:2], "--overwrite") == 1
+    assert lawa(*cifar, "--overwrite", "--ks", "60") == 1
+    assert "never be full" in capsys.readouterr().err
+    assert metrics.read_text() == before
+
+
+def test_runs_that_reports_tell_apart_have_folders_of_their_own() -> None:
+    smoke = ["train", "digits", "--smoke", "--epochs", "2"]
+    assert (
+        lawa(*smoke) == lawa(*smoke, "--schedule", "constant") == lawa(*smoke, "--lookahead") == 0
+    )
+    found = sorted(path.name for path in Path("runs").iterdir())
+    assert found == [
+        "digits-lookahead-sgd-seed-0",
+        "digits-sgd-constant-rate-seed-0",
+        "digits-sgd-seed-0",
+    ]
 
 
 def test_metrics_of_something_else_are_not_replaced(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ set and what can be seen in `--help` are the same.
 import dataclasses
 import json
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -175,8 +176,10 @@ def _train(recipe: type[TrainConfig], options: Mapping[str, Any], given: Mapping
         data=None if data is None else str(data),
         smoke=options["smoke"],
     )
-    name = f"{config.recipe}-{'lookahead-' * config.lookahead}{config.optimizer}-seed-{plan.seed}"
-    folder = RunFolder(options["output"] or Path("runs") / name)
+    name = "-".join(re.findall(r"[\w.]+", config.run_name))  # lookahead(sgd): lookahead-sgd
+    folder = RunFolder(
+        options["output"] or Path("runs") / f"{config.recipe}-{name}-seed-{plan.seed}"
+    )
     return _run(plan, folder, options)
 
 
@@ -188,7 +191,8 @@ def _run(plan: "RunPlan", folder: "RunFolder", options: Mapping[str, Any]) -> in
     place = choose_place(options["device"])
     main = place.rank == 0
     if main:
-        _prepare(plan, folder, options)
+        _refuse(plan, folder, options)
+        folder.path.mkdir(parents=True, exist_ok=True)
     with show_run(plan, folder.path, place, as_json=options["as_json"]) as watcher:
         outcome = train(
             plan,
@@ -199,6 +203,7 @@ def _run(plan: "RunPlan", folder: "RunFolder", options: Mapping[str, Any]) -> in
             save_trajectory=options["save_trajectory"],
             save_minutes=options["save_minutes"],
             watcher=watcher,
+            prepare=lambda: _prepare(plan, folder, options),
         )
     if not main:
         return 0
@@ -214,22 +219,30 @@ def _run(plan: "RunPlan", folder: "RunFolder", options: Mapping[str, Any]) -> in
     return 0
 
 
+def _refuse(plan: "RunPlan", folder: "RunFolder", options: Mapping[str, Any]) -> None:
+    """See that the folder is free, or this run's own, or may be replaced."""
+    if not folder.used:
+        return
+    if options["resume"]:
+        folder.require_same(plan)
+    elif not options["overwrite"]:
+        raise LawaError(
+            f"{folder.path} already holds a run: pass --resume to go on with it, --overwrite "
+            "to replace it, or choose another folder with -o."
+        )
+    elif not folder.config.exists():
+        raise LawaError(
+            f"{folder.path} holds metrics of something else, which is not replaced: choose "
+            "another folder with -o."
+        )
+
+
 def _prepare(plan: "RunPlan", folder: "RunFolder", options: Mapping[str, Any]) -> None:
-    """Make the folder the run's own, or see that it is."""
+    """Make the folder the run's own; only now, so that a mistake neither costs nor leaves a run."""
+    _refuse(plan, folder, options)  # again: another may have begun while the data was loaded
     if folder.used:
         if options["resume"]:
-            folder.require_same(plan)
             return
-        if not options["overwrite"]:
-            raise LawaError(
-                f"{folder.path} already holds a run: pass --resume to go on with it, --overwrite "
-                "to replace it, or choose another folder with -o."
-            )
-        if not folder.config.exists():
-            raise LawaError(
-                f"{folder.path} holds metrics of something else, which is not replaced: choose "
-                "another folder with -o."
-            )
         folder.clear()
     words = {"world_size": int(os.environ.get("WORLD_SIZE", "1"))}
     folder.write_plan(plan, words)

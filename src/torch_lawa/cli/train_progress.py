@@ -98,14 +98,14 @@ class _Lines(Watcher):
         if not self._begun:
             self._begun = True
             heads = "  ".join(f"{name.replace('_', ' '):>16}" for name in values)
-            self._say(f"{'':>8}  {heads}   raw → averaged")
+            self._say(f"{'':>10}  {heads}   raw → averaged")
         cells = []
         for name, value in values.items():
             new = f"{averaged[name]:.4f}" if averaged else "-"
             cells.append(f"{value:.4f} → {new:>6}")
         epoch = raw["epoch"]
         where = f"epoch {epoch}" if isinstance(epoch, int) else f"epoch {epoch:.2f}"
-        self._say(f"{where:<9} {'  '.join(f'{cell:>16}' for cell in cells)}")
+        self._say(f"{where:<11} {'  '.join(f'{cell:>16}' for cell in cells)}")
 
     def _say(self, line: str) -> None:
         self._console.print(line, soft_wrap=True)

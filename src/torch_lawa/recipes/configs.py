@@ -103,6 +103,8 @@ class TrainConfig:
             raise ConfigError(f"{name}={value}: must be positive")
         if name in ("momentum", "beta2", "dropout") and value >= 1:
             raise ConfigError(f"{name}={value}: must be below 1")
+        if name == "lookahead_alpha" and value > 1:
+            raise ConfigError(f"{name}={value}: must be at most 1")
 
     def smoke(self) -> "TrainConfig":
         """The same recipe in seconds, to see that it runs."""

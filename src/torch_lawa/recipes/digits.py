@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_lawa.errors import LawaError
+from torch_lawa.errors import ConfigError, LawaError
 from torch_lawa.recipes.configs import DigitsConfig
 from torch_lawa.recipes.task import Batch, Place, seeded
 
@@ -67,13 +67,19 @@ def load_data(config: DigitsConfig) -> Digits:
             "pip install 'torch-lawa[recipes]'"
         ) from None
     bunch: Any = load_digits()
-    split = train_test_split(
-        torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1).numpy(),
-        bunch.target,
-        test_size=config.test_fraction,
-        random_state=_SPLIT_SEED,
-        stratify=bunch.target,
-    )
+    try:
+        split = train_test_split(
+            torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1).numpy(),
+            bunch.target,
+            test_size=config.test_fraction,
+            random_state=_SPLIT_SEED,
+            stratify=bunch.target,
+        )
+    except ValueError:
+        raise ConfigError(
+            f"test_fraction={config.test_fraction}: of {len(bunch.target)} digits both parts need "
+            "at least ten, one of each class."
+        ) from None
     train_images, test_images, train_labels, test_labels = (
         torch.from_numpy(part) for part in split
     )

@@ -7,6 +7,7 @@ rest: a run that was stopped goes on as if it had not been, bit for bit on the s
 import contextlib
 import importlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,11 +58,13 @@ def train(
     save_trajectory: bool = False,
     save_minutes: float = 10.0,
     watcher: Watcher | None = None,
+    prepare: Callable[[], None] | None = None,
 ) -> Outcome:
     """Run a recipe in its folder; goes on where the folder's checkpoint ends.
 
     Stopped by Ctrl-C or SIGTERM it saves a checkpoint and returns an `Outcome` that is not
-    finished; it also saves one every `save_minutes`.
+    finished; it also saves one every `save_minutes`. `prepare` is called in the first process when
+    data and options have proved good, before anything is looked for or written in the folder.
     """
     with (
         joined(place, alone=parallel != "fsdp"),
@@ -71,6 +74,8 @@ def train(
         task = make_task(plan, place)  # may take a while: Ctrl-C has nothing to save yet
         stop = stack.enter_context(StopSignal())
         trainer = Trainer(plan, task, place, compile=compile, parallel=parallel)
+        if prepare is not None and place.rank == 0:
+            prepare()  # the others wait for this process where they load
         if trainer.parallel.load(trainer, folder) and place.rank == 0:
             folder.cut_metrics(trainer.step)
             folder.cut_trajectory(trainer.step)
