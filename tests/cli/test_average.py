@@ -274,6 +274,16 @@ def test_a_sweep_plan(run: Path, lawa: Lawa) -> None:
     assert len(json.loads(said)["windows"]) == 4 + 3
 
 
+def test_more_checkpoints_than_files_may_be_open_at_first(tmp_path: Path) -> None:
+    for step in range(100):
+        save_file({"w": torch.full((3,), float(step))}, tmp_path / f"step-{step}.safetensors")
+    out = tmp_path / "mean.safetensors"
+    words = f"-m torch_lawa average {tmp_path} --last 100 -o {out}"
+    limited = f"ulimit -Sn 64; exec {sys.executable} {words}"
+    subprocess.run(["sh", "-c", limited], check=True, capture_output=True)
+    assert load_file(out)["w"].tolist() == [49.5] * 3
+
+
 def test_averaging_safetensors_imports_no_torch(run: Path) -> None:
     code = (
         "import sys\n"
