@@ -57,8 +57,8 @@ def recalibrate_batch_norm(
     ]
     if not layers:
         return 0
-    if num_batches is not None and num_batches < 1:
-        raise BatchNormError(f"num_batches={num_batches}: at least one batch is needed.")
+    if num_batches is not None and (not isinstance(num_batches, int) or num_batches < 1):
+        raise BatchNormError(f"num_batches={num_batches}: give an int of at least one batch.")
     call = forward if forward is not None else _forward(model)
     num_used = 0
     with torch.no_grad():
@@ -111,6 +111,8 @@ class _Seen:
                 break
             for layer in again:
                 layer.momentum = None
+        if not size:  # run all the same: other processes may wait for it
+            return
         weights = (size * calls).double().repeat_interleave(2)
         device = self._sums.device
         flat = torch.cat([statistic.flatten().to(device) for statistic in self._statistics])
@@ -199,7 +201,7 @@ def _forward(model: nn.Module) -> Callable[[nn.Module, Any], Any]:
 def _size(batch: Any) -> int:
     """The number of examples in a batch: the length of the first tensor found in it."""
     if isinstance(batch, Tensor):
-        return max(batch.shape[0], 1) if batch.ndim else 1
+        return batch.shape[0] if batch.ndim else 1
     if isinstance(batch, Mapping):
         batch = list(batch.values())
     if isinstance(batch, tuple | list):

@@ -129,11 +129,24 @@ def test_an_empty_loader_and_a_failing_forward_leave_the_statistics() -> None:
         recalibrate_batch_norm(model, [torch.randn(4, 3), torch.randn(4, 5)])
     with pytest.raises(BatchNormError, match="num_batches=0"):
         recalibrate_batch_norm(model, batches(4), 0)
+    with pytest.raises(BatchNormError, match=r"num_batches=2\.0"):
+        recalibrate_batch_norm(model, batches(4), 2.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        recalibrate_batch_norm(model, 5)  # type: ignore[arg-type]
     assert model.running_mean.tolist() == [4.0] * 3
     assert model.running_var.tolist() == [1.0] * 3
     assert model.num_batches_tracked.item() == 9
     assert model.momentum == 0.3
     assert model.training
+
+
+def test_a_batch_without_examples_counts_for_nothing() -> None:
+    data = batches(16, 0, 4)
+    model = nn.BatchNorm1d(3)
+    recalibrate_batch_norm(model, data)
+    mean, var = expected([data[0], data[2]])
+    torch.testing.assert_close(model.running_mean.double(), mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model.running_var.double(), var, rtol=1e-5, atol=1e-6)
 
 
 class Shared(nn.Module):

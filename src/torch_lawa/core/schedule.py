@@ -34,10 +34,14 @@ class Schedule(Protocol):
         ...
 
 
+def _positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def _first_call(start: int | float, total: int | None, where: str) -> int:
     """The number of calls to leave out, from a count or a fraction of the run."""
-    if total is not None and (isinstance(total, bool) or total < 1):
-        raise ConfigError(f"{where}: total={total} must be a positive number of calls.")
+    if total is not None and not _positive(total):
+        raise ConfigError(f"{where}: total={total!r} must be a positive number of calls.")
     if isinstance(start, float):
         if not 0.0 <= start < 1.0:
             raise ConfigError(
@@ -50,6 +54,11 @@ def _first_call(start: int | float, total: int | None, where: str) -> int:
                 "total=NUMBER_OF_CALLS."
             )
         return math.ceil(start * total)
+    if isinstance(start, bool) or not isinstance(start, int):
+        raise ConfigError(
+            f"{where}: start={start!r} must be a number of calls (an int) or a fraction of the run "
+            "(a float)."
+        )
     if start < 0:
         raise ConfigError(f"{where}: start={start} must not be negative.")
     if total is not None and start >= total:
@@ -78,7 +87,7 @@ class Every:
     num_calls: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
+        if not _positive(self.n):
             raise ConfigError(f"Every({self.n!r}): n must be a positive number of calls.")
         self._first = _first_call(self.start, self.total, f"Every({self.n})")
         if self.expected() == 0:
@@ -111,7 +120,8 @@ class OnPlateau:
     """A snapshot whenever the validation loss has not improved for `patience` calls.
 
     Call `averager.step(model, loss=validation_loss)` after every validation. An improvement is a
-    loss below the best one by more than `min_delta`. A loss that is NaN never takes a snapshot.
+    loss below the best one by more than `min_delta`. A loss that is NaN or infinite, of a run that
+    diverged, never takes a snapshot.
 
     >>> schedule = OnPlateau()
     >>> [schedule.due(loss) for loss in (3.0, 2.0, 2.5, 2.0, 1.0)]
@@ -127,8 +137,10 @@ class OnPlateau:
     num_waited: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.patience, bool) or self.patience < 1:
-            raise ConfigError(f"OnPlateau(patience={self.patience}): patience must be at least 1.")
+        if not _positive(self.patience):
+            raise ConfigError(
+                f"OnPlateau(patience={self.patience!r}): patience must be an int of at least 1."
+            )
         if not self.min_delta >= 0.0:
             raise ConfigError(
                 f"OnPlateau(min_delta={self.min_delta}): min_delta must not be negative."
@@ -142,7 +154,7 @@ class OnPlateau:
                 "OnPlateau needs the validation loss: call averager.step(model, loss=...)."
             )
         self.num_calls += 1
-        if math.isnan(loss):
+        if not math.isfinite(loss):
             return False
         if loss < self.best - self.min_delta:
             self.best, self.num_waited = float(loss), 0

@@ -1,5 +1,7 @@
 """Schedules, call by call."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,6 +41,12 @@ def test_patience_and_min_delta() -> None:
     ]  # fmt: skip
 
 
+def test_a_run_that_diverged_is_not_on_a_plateau() -> None:
+    schedule = OnPlateau()
+    losses = [math.inf, 1.0, math.inf, math.nan, -math.inf, 0.5, 0.6]
+    assert [schedule.due(loss) for loss in losses] == [False] * 6 + [True]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -50,7 +58,11 @@ def test_patience_and_min_delta() -> None:
         (lambda: Every(1, start=5, total=5), "not before the end"),
         (lambda: Every(10, total=5), "ends before the first snapshot"),
         (lambda: Every(1, total=0), "total=0"),
+        (lambda: Every(1, start="3"), "number of calls"),
+        (lambda: Every(1, start=True), "number of calls"),
+        (lambda: Every(1, start=0.5, total=7.5), "total=7.5"),
         (lambda: OnPlateau(patience=0), "at least 1"),
+        (lambda: OnPlateau(patience=1.5), "an int of at least 1"),
         (lambda: OnPlateau(min_delta=-1), "negative"),
         (lambda: OnPlateau(start=9, total=3), "not before the end"),
     ],
