@@ -84,6 +84,7 @@ def test_json_for_programs(run: Path, lawa: Lawa) -> None:
     code, said, complained = lawa("average", "run", "--last", 2, "-o", "m", "--json")
     result = json.loads(said)
     assert (code, complained, result["output"]) == (0, "", "m")
+    assert result["layout"]["files"] == ["model.safetensors"]
     assert result["engine_seconds"] > 0
     assert Path("m/model.safetensors").is_file()
 

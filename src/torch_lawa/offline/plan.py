@@ -110,8 +110,8 @@ class Plan:
             "tied": self.aliases,
             "bytes_read": self.bytes_read,
             "bytes_written": self.bytes_written,
-            "output": {
-                "path": str(self.output.place),
+            "output": str(self.output.place),
+            "layout": {
                 "kind": self.output.kind,
                 "files": [shard.file for shard in self.output.shards],
                 "copied": [place.name for place in self.output.copied],
