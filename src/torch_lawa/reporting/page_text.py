@@ -189,6 +189,9 @@ def seen_at_targets(metric: Metric, row: MainRow) -> str:
         f"that both reached in {num_seeds} of {_seeds(row.final.num_seeds)}, it is "
         f"{_count(last, row.axis)}."
     )
+    amount = amount_on(row.axis, row.headline)
+    if amount is not None and best > amount.saved.mean:
+        text += " (The longest stretch is over values that the average had, so it is shorter.)"
     if row.unmatched is not None:
         text += (
             f" In {row.unmatched.num_seeds} of {_seeds(row.final.num_seeds)} the average went on "

@@ -183,9 +183,9 @@ def how_it_was_counted(recipes: Sequence[RecipeReport]) -> tuple[str, ...]:
         "weights took, seed by seed; then the mean, the standard deviation and the range over "
         "the seeds in which both got there.",
         f"The headline is the paper's: the longest stretch ({axes}) until the baseline matches "
-        "the averaged weights. One value for all seeds, reached by both in every seed, and among "
-        "those the one with the longest mean saving; steps, time and GPU-hours are those to the "
-        "same value. As a maximum over values it flatters; the "
+        "the averaged weights. One value for all seeds, which the average had somewhere and both "
+        "reached in every seed, and among those the one with the longest mean saving; steps, time "
+        "and GPU-hours are those to the same value. As a maximum over values it flatters; the "
         "savings at the baseline's own final and best values, each seed its own, do not choose.",
         "Where the averaged weights got better than the baseline ever was, there is no saving to "
         "count but a lower bound: from there to the end of the baseline.",

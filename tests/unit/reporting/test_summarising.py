@@ -10,6 +10,7 @@ import pytest
 
 from torch_lawa.core.records import Row
 from torch_lawa.errors import ConfigError, FormatError
+from torch_lawa.reporting.page_text import seen_at_targets
 from torch_lawa.reporting.runs import Run, Series
 from torch_lawa.reporting.savings import Metric, compare_series
 from torch_lawa.reporting.summarising import summarise
@@ -125,6 +126,19 @@ def test_the_curve_of_saving_against_target_says_how_many_seeds_it_is_of() -> No
     assert curve.num_averaged == (2, 2, 1, 1, 1)
     assert (curve.low, curve.high) == ((-1, 0, 1, 1, None), (-1, 0, 1, 1, None))
     assert curve.sd == (0, 0, None, None, None)
+
+
+def test_a_saving_at_the_baseline_s_best_that_is_longer_than_the_longest_is_explained() -> None:
+    average = rows_of([None, 7, 5, 5, 5, 5], 2)
+    report = report_on(run_of(rows_of([9, 8, 7, 7, 7, 6]) + average))
+    [row] = report.main
+    assert epochs_saved(row) == [1, 3, 3]  # at 7, which the average had; at 6, which it passed
+    said = seen_at_targets(report.metric, row)
+    assert "largest, 3 epochs, at 6.0000" in said
+    assert "values that the average had" in said
+    assert "In 1 of 1 seed the average went on" in said
+    [row] = report_on(run_of(rows_of([9, 8, 7, 7, 7, 5]) + average)).main
+    assert "values that the average had" not in seen_at_targets(report.metric, row)
 
 
 def test_stretches_are_evaluations_in_a_row_in_which_most_seeds_were_behind() -> None:
