@@ -4,6 +4,7 @@ Flat means that a snapshot is one buffer for each device and dtype, so that it m
 and is averaged in blocks that ignore where one weight ends and the next begins.
 """
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from torch_lawa.errors import ConfigError
 
 __all__ = [
     "Buffer",
@@ -226,6 +229,19 @@ class Store(ABC):
     def __init__(self) -> None:
         self.snapshots: list[Snapshot] = []
         self.evicted: Snapshot | None = None
+        self._user: weakref.ref[object] | None = None
+
+    def serve(self, user: object) -> None:
+        """Be the store of `user`, and of nobody else from here on."""
+        self._user = weakref.ref(user)
+
+    def check(self, user: object) -> None:
+        """Refuse one that it does not serve any more: two would push out each other's snapshots."""
+        if self._user is not None and self._user() is not user:
+            raise ConfigError(
+                f"the store of this averager ({self.describe()}) was given to another one since: "
+                "give each averager a store of its own."
+            )
 
     def find(self, k: int) -> Found | None:
         """Take over what an earlier process left, at most the `k` newest."""

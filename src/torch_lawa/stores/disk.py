@@ -187,6 +187,8 @@ class DiskStore(Store):
                     f"{self.folder}: the last snapshot could not be written ({error}). The window "
                     "before it is intact; make room or mend the folder, then collect again."
                 ) from error
+            finally:
+                del pending  # it knows the error, which knows this frame: the lock would stay
 
     def idle_memory(self) -> AbstractContextManager[Mapping[str, Tensor]]:
         """The staging buffers."""

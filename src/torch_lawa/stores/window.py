@@ -43,6 +43,7 @@ class Window:
         self._reported: set[int] = set()  # snapshots with NaN or Inf that were warned of
         self._bound = False  # whether the last model was checked against the layouts
         self.averaged, self.kept = Layout(()), Layout(())
+        store.serve(self)
         store.keep_evicted = sliding is True
         found = store.find(k)
         self.notes: dict[str, Any] = {}
@@ -74,6 +75,7 @@ class Window:
 
     def put(self, snapshot: Snapshot, selection: Selection, notes: Mapping[str, Any]) -> None:
         """Take one snapshot of a model."""
+        self._store.check(self)
         if not (selection.known and self._bound):
             self._bound = False  # until it was checked: a bad model stays bad the second time
             self._bind(selection, notes)
@@ -92,6 +94,7 @@ class Window:
 
     def mean_into(self, targets: Mapping[str, Tensor], n: int, weights: Weights) -> None:
         """Write the mean of the `n` newest snapshots, and the kept tensors, into `targets`."""
+        self._store.check(self)
         used = self.snapshots[-n:]
         ids = tuple(snapshot.index for snapshot in used)
         slide = self._may_slide(ids, weights)

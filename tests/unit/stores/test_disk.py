@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from torch_lawa import DiskStore, LatestWeightAverager
-from torch_lawa.errors import FormatError, StoreError
+from torch_lawa.errors import ConfigError, FormatError, StoreError
 
 WRITER = """
 import sys, torch
@@ -267,3 +267,38 @@ def test_forked_processes_neither_write_nor_keep_the_folder(tmp_path: Path) -> N
     assert refused.startswith("StoreError")
     assert "this process was forked from the one that owns the window" in refused
     assert found == "[1.5, 1.5, 1.5, 1.5]"
+
+
+def test_a_store_is_that_of_one_averager(tmp_path: Path) -> None:
+    """Two would push each other's snapshots out, and average what the other collected."""
+    store, state = DiskStore(tmp_path), {"w": torch.ones(4)}
+    first = LatestWeightAverager(k=1, store=store)
+    first.collect(state)
+    second = LatestWeightAverager(k=1, store=store)  # takes over
+    second.collect({"w": torch.zeros(4)})
+    with pytest.raises(ConfigError, match="was given to another one since"):
+        first.collect(state)
+    with pytest.raises(ConfigError, match="was given to another one since"):
+        first.average()
+    assert second.average()["w"].tolist() == [0.0] * 4
+
+
+def test_a_failed_write_does_not_keep_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    averager = write(tmp_path, range(2))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch_lawa.stores.disk.write_flat", full)
+    averager.collect({"w": torch.zeros(4), "n": torch.tensor(9)})
+    with pytest.raises(StoreError, match="No space left"):
+        averager.wait()
+    gc.collect()
+    gc.disable()
+    try:
+        del averager
+        assert LatestWeightAverager(k=3, store=DiskStore(tmp_path)).steps == [1, 2]
+    finally:
+        gc.enable()
