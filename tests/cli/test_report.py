@@ -111,7 +111,7 @@ def test_the_record_s_losses_by_seed_and_behind_are_those_of_its_readme(lawa: La
         assert {row["num_compared"] for row in rows.values()} == {135}
 
 
-@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("columns", [50, 80, 120])
 def test_no_line_is_wider_than_the_terminal_and_piped_text_is_plain(
     columns: int, lawa: Lawa, metrics: Path
 ) -> None:

@@ -65,9 +65,9 @@ class Summary:
         copied = compare(self.rows, _LOSS, batch_norm="copied", baseline="usual")
         return (
             "Where it does not help: at the end, where the learning rate calms the raw weights too "
-            f"(their final loss came earlier in {_gains(loss.at_final)}, their final accuracy in "
-            f"{_gains(accuracy.at_final)}). Epoch for epoch the average was behind in loss in "
-            f"{_behind(loss)}; with BatchNorm statistics copied, in {_behind(copied)}."
+            f"(the average came to their final loss earlier in {_gains(loss.at_final)}, to their "
+            f"final accuracy in {_gains(accuracy.at_final)}). Epoch for epoch it was behind in "
+            f"loss in {_behind(loss)}; with BatchNorm statistics copied, in {_behind(copied)}."
         )
 
     def costs(self) -> str:

@@ -66,7 +66,7 @@ def _show_metric(
     for row in report.main:
         console.print()
         console.print(_caption(row, several), style="bold", markup=False)
-        console.print(_main_table(report.metric, row, wide=wide))
+        _put(console, _main_table(report.metric, row, wide=wide))
         if row.unmatched is not None:
             _say(console, _unmatched(row))
         for note in row.notes:
@@ -82,9 +82,9 @@ def _show_metric(
         table = _window_table(
             report.metric, recipe.axis, own, run=run if several else None, wide=wide
         )
-        console.print(table)
+        _put(console, table)
     console.print("Raw weights", style="bold")
-    console.print(_run_table(report.metric, report.runs, several=several, wide=wide))
+    _put(console, _run_table(report.metric, report.runs, several=several, wide=wide))
     console.print("Where averaging lost", style="bold")
     for sentence in report.losses:
         _say(console, sentence, bullet="- ")
@@ -206,6 +206,13 @@ def _table(title: str | None = None) -> Table:
         collapse_padding=True,
         header_style="bold",
     )
+
+
+def _put(console: Console, table: Table) -> None:
+    """On a narrow terminal words are broken rather than cut off."""
+    for column in table.columns:
+        column.overflow = "fold"
+    console.print(table)
 
 
 def _unmatched(row: MainRow) -> str:
