@@ -100,10 +100,10 @@ def _call(group: "ProcessGroup", where: str, seconds: float) -> dict[str, Any]:
         came = [rank for rank in ranks if store.check([f"{number}.{rank}"])]
         verdict = _decide(store, number, ranks, came, seconds)
     # Nobody reads of the call before the last any more: all have come to the last one.
-    store.delete_key(f"{number - 2}.{me}")
-    if me == ranks[0]:
-        store.delete_key(f"{number - 2}.here")
-        store.delete_key(f"{number - 2}.verdict")
+    mine = ["here", "verdict"] if me == ranks[0] else []
+    with contextlib.suppress(torch.distributed.DistError):  # who keeps the store may have left
+        for name in (str(me), *mine):
+            store.delete_key(f"{number - 2}.{name}")
     return verdict
 
 
