@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import on_ranks
-from sharded_support import Net
+from sharded_support import Net, refill
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -59,26 +59,13 @@ def state(model: nn.Module) -> dict[str, Tensor]:
     return {name: whole(tensor).clone() for name, tensor in model.state_dict().items()}
 
 
-def change(model: nn.Module, step: int) -> None:
-    """Give every trained tensor new values: the same on every rank and in the plain model."""
-    generator = torch.Generator().manual_seed(step)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            value = torch.randn(parameter.shape, generator=generator)
-            if not parameter.requires_grad:
-                continue
-            if isinstance(parameter, DTensor):
-                value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
-            parameter.copy_(value)
-
-
 def averages(rank: int, how: str, store: str) -> dict[str, Any]:
     """What a sharded model averages to, through every door."""
     model = sharded(how)
     averager = LatestWeightAverager(k=K, store=store)  # type: ignore[arg-type]
     tokens = torch.arange(8).view(8) % 11
     for step in range(STEPS):
-        change(model, step)
+        refill(model, step)
         averager.collect(model)
     raw = state(model)
     model.eval()
@@ -87,10 +74,10 @@ def averages(rank: int, how: str, store: str) -> dict[str, Any]:
         averager.collect(model)  # the same weights once more: they are still the shards
         averager.collect(model)
         repeated = {name: whole(t) for name, t in averager.average().items()}
-        change(model, STEPS)
+        refill(model, STEPS)
         averager.reset()
         for step in range(STEPS):
-            change(model, step)
+            refill(model, step)
             averager.collect(model)
         with averager.swapped_into(model):
             inside, lent = state(model), whole(model(tokens))
@@ -122,7 +109,7 @@ def reference() -> dict[str, Any]:
     model = plain()
     snapshots = []
     for step in range(STEPS):
-        change(model, step)
+        refill(model, step)
         snapshots.append({n: t.double().clone() for n, t in model.state_dict().items()})
     window = snapshots[-K:]
 
