@@ -65,7 +65,9 @@ class ReadSource(Source):
         while done < end - begin:
             room = found.data[done:]
             if not (count := os.preadv(self._file.fileno(), [room], begin + done)):
-                raise FormatError(f"{self._path}: was cut off while it was read.")
+                raise FormatError(
+                    f"{self._path}: was cut off while it was read. Try again when it is complete."
+                )
             done += count
         return found
 
