@@ -41,11 +41,12 @@ def on_ranks(
     """
     module = sys.modules[function.__module__]
     assert module.__file__ is not None
-    port = free_port()
+    # Kept here, as torchrun does: one that a rank keeps ends with it, before the others are done.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
             _work,
-            (world_size, port, module.__file__, function.__name__, arguments, folder, join),
+            (world_size, store.port, module.__file__, function.__name__, arguments, folder, join),
             nprocs=world_size,
             start_method="spawn",
         )
@@ -71,6 +72,8 @@ def _work(
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
     }
     torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location("ranked", file)

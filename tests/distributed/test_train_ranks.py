@@ -62,7 +62,8 @@ def assert_close(found: list[Row], expected: list[Row]) -> None:
             other["weights"],
             other["k"],
         )
-        assert mine["test_loss"] == pytest.approx(other["test_loss"], rel=1e-3)
+        loss = "test_loss" if "test_loss" in mine else "valid_loss"
+        assert mine[loss] == pytest.approx(other[loss], rel=1e-3)
 
 
 def test_shards_train_as_copies_do_and_resume_bit_for_bit(copies: Path, tmp_path: Path) -> None:
@@ -91,6 +92,17 @@ def test_shards_resume_on_another_number_of_processes(
     assert found[: len(before)] == before
     assert found[-1]["step"] == 112
     assert found[-1]["test_loss"] == pytest.approx(rows(copies)[-1]["test_loss"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["cifar100-resnet34", pytest.param("imagenet-resnet50", marks=pytest.mark.matrix)],
+)
+def test_layers_inside_of_layers_in_shards(recipe: str, tmp_path: Path) -> None:
+    """A residual block holds a list of layers of its own."""
+    trained(2, tmp_path / "shards", "fsdp", recipe=recipe)
+    trained(2, tmp_path / "copies", "ddp", recipe=recipe)
+    assert_close(rows(tmp_path / "shards"), rows(tmp_path / "copies"))
 
 
 @pytest.mark.matrix

@@ -45,6 +45,7 @@ def snapshots(kind: str, folder: Path, numel: int, rounds: int) -> bool:
             weights.poison()
         if i % 3 == 2:
             good = agree(averager, weights) and good
+    averager.wait()
     return good
 
 
@@ -68,6 +69,8 @@ def training(kind: str, folder: Path, num_steps: int) -> bool:
                 good = torch.equal(model[0].weight, exact.float()) and good
             good = torch.equal(model[0].weight, taken[-1]) and good
     averager.collect(model)
+    if kind == "disk":  # its folder goes, too, and would go under the file that is written
+        averager.wait()
     return good
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_support import one_rank
 from training import rows_of, run, smoke_plan
 
 from torch_lawa.offline.sweep import plan_sweep, run_sweep
@@ -43,6 +44,17 @@ def test_it_resumes_bit_for_bit(recipe: str, changes: dict[str, object], tmp_pat
         (tmp_path / name / "averaged.safetensors").read_bytes() for name in ("whole", "parts")
     ]
     assert averaged[0] == averaged[1]
+
+
+def test_convolutions_train_in_shards(tmp_path: Path) -> None:
+    """FSDP2 takes no weights in channels-last order, which is that of every other run."""
+    plan = smoke_plan("cifar100-resnet34")
+    with one_rank(tmp_path, "cpu:gloo,cuda:nccl"):
+        place = Place(torch.device("cuda", 0))
+        assert run(plan, tmp_path / "shards", place=place, parallel="fsdp").finished
+    assert run(plan, tmp_path / "alone", place=place).finished
+    for mine, other in zip(rows_of(tmp_path / "shards"), rows_of(tmp_path / "alone"), strict=True):
+        assert mine["test_loss"] == pytest.approx(other["test_loss"], rel=0.05)
 
 
 def test_a_sweep_of_the_trajectory_gives_the_rows_of_the_run(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ for a file, and how a checkpoint to resume from is written and read.
 """
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -47,6 +48,8 @@ class Alone:
 
     def prepare(self, model: nn.Module) -> None:
         """Change the model in place, before it has an optimizer."""
+        if self.place.device.type == "cuda":
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def trained(self, forward: nn.Module) -> nn.Module:
         """What training calls."""
@@ -123,14 +126,14 @@ class Shards(Copies):
     """Every process has a part of every weight; they are gathered layer by layer (FSDP2)."""
 
     def prepare(self, model: nn.Module) -> None:
-        """Shard the layers of every list of layers, then the rest."""
+        """Shard the layers of every list of layers, then the rest.
+
+        Weights keep their usual order in memory, the only one that FSDP2 takes.
+        """
         from torch.distributed.fsdp import fully_shard
 
-        for module in list(model.modules()):
-            if isinstance(module, nn.ModuleList | nn.Sequential) and module is not model:
-                for layer in module:
-                    if any(True for _ in layer.parameters()):
-                        fully_shard(layer)
+        for layer in list(_layers(model)):
+            fully_shard(layer)
         fully_shard(model)
 
     def trained(self, forward: nn.Module) -> nn.Module:
@@ -225,6 +228,15 @@ class Shards(Copies):
             slow = trainer.optimizer.slow
             state["slow"] = {str(place): tensor for place, tensor in enumerate(slow)}
         return state
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """Those of the outermost lists of layers; a list inside of a layer is part of it."""
+    for child in model.children():
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            yield from (layer for layer in child if any(True for _ in layer.parameters()))
+        else:
+            yield from _layers(child)
 
 
 def _failures(error: "CheckpointException") -> str:

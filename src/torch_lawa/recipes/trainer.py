@@ -48,8 +48,6 @@ class Trainer:
         cuda = place.device.type == "cuda"
         torch.manual_seed(mixed_seed(plan.seed, _MODEL))
         self.model = task.build_model().to(place.device)
-        if cuda:
-            self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.parallel.prepare(self.model)
         self.optimizer = build_optimizer(config, self.model, fused=cuda)
         # Compiled graphs share the model's own tensors, so a swap reaches them, too.
