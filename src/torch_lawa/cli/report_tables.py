@@ -26,6 +26,7 @@ from torch_lawa.reporting.wording import (
     say_duration,
     say_number,
     say_saved,
+    say_spread,
     say_value,
 )
 
@@ -268,7 +269,7 @@ def _middle(number: Mean | None) -> float | None:
 def _value(metric: Metric, number: Mean | None) -> str:
     if number is None:
         return "-"
-    spread = "" if number.sd is None else f" ± {say_value(metric, number.sd).rstrip('%')}"
+    spread = "" if number.sd is None else f" ± {say_spread(metric, number.sd, number.mean)}"
     return f"{say_value(metric, number.mean)}{spread}"
 
 

@@ -16,7 +16,13 @@ from torch_lawa.reporting.summary import (
     Unmatched,
     WindowRow,
 )
-from torch_lawa.reporting.wording import say_difference, say_duration, say_number, say_value
+from torch_lawa.reporting.wording import (
+    say_difference,
+    say_duration,
+    say_number,
+    say_spread,
+    say_value,
+)
 
 __all__ = ["behind_table", "main_table", "runs_table", "source_table", "target_table", "wide_table"]
 
@@ -213,8 +219,9 @@ def _mean(metric: Metric, number: Mean | None) -> str:
     mean = say_value(metric, number.mean)
     if number.sd is None:
         return mean
-    sd = say_value(metric, number.sd)
-    return f"{mean.removesuffix('%')} ± {sd}"
+    percent = "%" if mean.endswith("%") else ""
+    spread = say_spread(metric, number.sd, number.mean)
+    return f"{mean.removesuffix('%')} ± {spread}{percent}"
 
 
 def _unmatched(unmatched: Unmatched, num_seeds: int, num_cells: int) -> list[str]:

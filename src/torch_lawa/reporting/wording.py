@@ -11,6 +11,7 @@ __all__ = [
     "say_duration",
     "say_number",
     "say_saved",
+    "say_spread",
     "say_stretches",
     "say_value",
 ]
@@ -30,6 +31,17 @@ def say_value(metric: Metric, value: float | None) -> str:
         return f"{100 * value:.2f}%"
     usual = value == 0 or 1e-3 <= abs(value) < 1e5
     return f"{value:.4f}" if usual else f"{value:.4g}"
+
+
+def say_spread(metric: Metric, sd: float, mean: float) -> str:
+    """What follows the ± after a mean: to its last place, unless nothing is left there.
+
+    >>> say_spread(Metric("loss", "lower"), 0.00091, 0.9)
+    '0.0009'
+    """
+    if metric.name.endswith("accuracy") or not 1e-3 <= abs(mean) < 1e5:
+        return say_value(metric, sd).removesuffix("%")
+    return f"{sd:.4f}" if sd == 0 or sd >= 5e-5 else f"{sd:.2g}"
 
 
 def say_difference(metric: Metric, value: float) -> str:

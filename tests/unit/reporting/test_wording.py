@@ -4,7 +4,13 @@ import pytest
 
 from torch_lawa.reporting.savings import Metric
 from torch_lawa.reporting.summary import Stretch
-from torch_lawa.reporting.wording import say_duration, say_number, say_stretches, say_value
+from torch_lawa.reporting.wording import (
+    say_duration,
+    say_number,
+    say_spread,
+    say_stretches,
+    say_value,
+)
 
 
 def stretches(*ends: tuple[float, float]) -> list[Stretch]:
@@ -37,6 +43,21 @@ def test_one_evaluation_is_one() -> None:
 )
 def test_tiny_and_huge_losses_keep_their_digits(value: float, text: str) -> None:
     assert say_value(Metric("test_loss", "lower"), value) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "mean", "sd", "text"),
+    [
+        ("test_loss", 0.9136, 0.0009171, "0.0009"),
+        ("test_loss", 0.9136, 0.0012, "0.0012"),
+        ("test_loss", 0.9136, 3e-6, "3e-06"),
+        ("test_loss", 0.9136, 0.0, "0.0000"),
+        ("test_loss", 2e-5, 3e-6, "3e-06"),
+        ("test_accuracy", 0.7844, 0.0037, "0.37"),
+    ],
+)
+def test_a_spread_ends_where_its_mean_does(name: str, mean: float, sd: float, text: str) -> None:
+    assert say_spread(Metric(name, "lower"), sd, mean) == text
 
 
 @pytest.mark.parametrize(
