@@ -62,10 +62,10 @@ class Machine:
         "H200, fit of swaps at k = 6",
     )
     collect_ms: float = _(
-        1.0,
+        3.0,
         "ms",
         "Python of one collect: the walk through the modules, not the size of the weights.",
-        "H200, 0.5 to 1.0 on two models",
+        "H200, 0.5 to 3.0 on three models",
         open=False,
     )
     read_ms: float = _(

@@ -16,10 +16,12 @@ from torch_lawa.core.coefficients import Weights
 __all__ = ["block_length", "divide", "mean_blocks", "mean_reference", "round_into"]
 
 # A block of float64 sums must stay in cache while k snapshots are added to it, and be long enough
-# to hide the cost of a call: 2 MiB of sums on a CPU (measured: docs/decisions/0002), 128 MiB on a
-# GPU (chosen so that a launch costs little beside the work; not measured).
+# to hide the cost of a call: 2 MiB of sums on a CPU (measured: docs/decisions/0002). On a GPU they
+# are memory that a swap takes beside the model: 32 MiB, which its cache may hold, and which is
+# enough work for a launch (chosen, not measured; 128 MiB were 0.4 copies of RoBERTa-Base with the
+# staging of a snapshot's block).
 _CPU_BLOCK = 1 << 18
-_GPU_BLOCK = 1 << 24
+_GPU_BLOCK = 1 << 22
 
 
 def block_length(device: torch.device) -> int:

@@ -67,7 +67,8 @@ def joined(place: Place, *, alone: bool = True) -> Iterator[None]:
     try:
         yield
         roll_call("the end of the run")
-        torch.distributed.barrier()  # gloo may abort a process whose peer has left before it
+        # gloo may abort a process whose peer has left before it; NCCL wants to know the GPU.
+        torch.distributed.barrier(device_ids=[place.device.index] if backend == "nccl" else None)
     except (RuntimeError, RankError) as error:
         in_touch = False
         try:
