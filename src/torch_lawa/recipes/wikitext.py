@@ -29,7 +29,7 @@ _EVALUATION_SEED = 2**31  # beyond what runs are seeded with
 class MaskedLanguageTask:
     """Batches are what the model sees of each sequence, and the labels of the chosen tokens."""
 
-    evaluate_batch_size = 64
+    evaluated_at_once = 2**15  # tokens
 
     def __init__(self, config: WikiTextConfig, tokens: Tokens, *, seed: int, place: Place) -> None:
         self._config, self._seed, self._place = config, seed, place
@@ -98,7 +98,7 @@ class MaskedLanguageTask:
         The masking depends neither on the run's seed nor on the number of processes.
         """
         place, num_rows = self._place, len(self._valid)
-        size = min(self.evaluate_batch_size, num_rows)
+        size = min(max(1, self.evaluated_at_once // self._config.sequence_length), num_rows)
         num_rounds = -(-num_rows // (size * place.world_size))
         sums = torch.zeros(3, dtype=torch.float64, device=place.device)
         # Every process runs equally many batches, all of one size: a model that is wrapped for

@@ -136,7 +136,7 @@ class Seen(nn.Module):
 
 @pytest.mark.parametrize("size", [64, 4, 1])
 def test_evaluation_is_that_of_a_plain_loop(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MaskedLanguageTask, "evaluate_batch_size", size)
+    monkeypatch.setattr(MaskedLanguageTask, "evaluated_at_once", size * 18 + 17)
     task = make()
     model = Seen(task.build_model().eval())
     with torch.no_grad():
@@ -178,7 +178,7 @@ def test_evaluation_does_not_depend_on_the_run() -> None:
 def test_processes_together_evaluate_what_one_does(
     world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MaskedLanguageTask, "evaluate_batch_size", 3)  # 4 batches, the last of 2
+    monkeypatch.setattr(MaskedLanguageTask, "evaluated_at_once", 54)  # 4 batches, the last of 2
     model = Seen(make().build_model().eval())
     with torch.no_grad():
         whole = make().evaluate(model)

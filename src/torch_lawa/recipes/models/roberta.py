@@ -49,7 +49,9 @@ class SparseRobertaForMaskedLM(RobertaForMaskedLM):  # type: ignore[no-untyped-c
         A row of `labels` has at most `num_chosen` that are not ignored, so shapes are fixed.
         Those missing from that number count for nothing: their loss is 0, and they are no hits.
         """
-        hidden = self.roberta(input_ids).last_hidden_state
+        # Not through `self.roberta`: where it is compiled, some versions make a mask that hides
+        # nothing, and attention with a mask is slower and takes more memory.
+        hidden = self.roberta.encoder(self.roberta.embeddings(input_ids)).last_hidden_state
         ignored = (labels == IGNORED).int()
         places = ignored.argsort(dim=1, stable=True)[:, : self.num_chosen]
         rows = torch.arange(len(labels), device=labels.device).unsqueeze(1)

@@ -1,11 +1,12 @@
 """The model is transformers' RoBERTa in names, size, values and gradients."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import RobertaForMaskedLM
+from transformers import RobertaForMaskedLM, masking_utils
 
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.recipes.masking import IGNORED, mask_tokens
@@ -124,6 +125,24 @@ def test_the_head_sees_chosen_places_only() -> None:
     model.lm_head.register_forward_hook(lambda _, args, out: seen.append(out.shape))
     model(*batch())
     assert seen == [(12, 300)]
+
+
+def test_attention_is_never_given_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where it is compiled either, when some versions of transformers make one of ones."""
+    monkeypatch.setattr(masking_utils, "_ignore_bidirectional_mask_sdpa", lambda *_, **__: False)
+    masks: list[object] = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def recorded(*args: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        masks.append(attn_mask)
+        return attention(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+    model = small()
+    model(*batch())
+    assert masks == [None, None]
+    RobertaForMaskedLM(model.config)(batch()[0])
+    assert masks[2] is not None  # the test sees masks
 
 
 @pytest.mark.parametrize("width", [32, 64, 192])
