@@ -259,7 +259,7 @@ class LatestWeightAverager:
         weights = self._rule(coefficients).weights(n)
 
         def write() -> None:
-            window.mean_into(used, n, weights)
+            window.mean_into(used, self._window_size(n), weights)  # it may be reset by then
             for alias, name in untied.items():
                 live[alias].copy_(used[name])
 

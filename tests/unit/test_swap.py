@@ -328,3 +328,12 @@ def test_the_models_own_values_wait_in_idle_memory_where_they_fit(
         assert set(before) - taken == {"4.weight", "4.bias"}
         assert not room["4.weight"].any()
     assert_same_state(state(model), before)
+
+
+def test_a_window_that_was_reset_before_the_block_is_no_mean() -> None:
+    model, averager = trained()
+    before, lent = state(model), averager.swapped_into(model)
+    averager.reset()
+    with pytest.raises(NotReadyError, match="0 snapshots were collected"), lent:
+        pass
+    assert_same_state(state(model), before)

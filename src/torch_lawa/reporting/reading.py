@@ -82,6 +82,10 @@ def _checked(row: Row) -> Row:
         number = name in _COUNTS or name.split("_")[-1] in (*BETTER, "seconds")
         if number and not isinstance(value, int | float | None):
             raise ValueError(f"`{name}` is {value!r}, not a number")
+        if number and name.endswith("accuracy") and value is not None and value > 1:
+            raise ValueError(
+                f"`{name}` is {value!r}: accuracies are shares of 1, so divide percentages by 100"
+            )
         if name in _LABELS and isinstance(value, list | dict):
             raise ValueError(f"`{name}` is {value!r}, not a name")
     # Python's JSON takes NaN, which no comparison of ours should ever meet.

@@ -149,6 +149,10 @@ def test_numbers_that_are_not_finite_are_missing(tmp_path: Path) -> None:
         ('{"weights": "ema", "epoch": 1}\n', "line 1: weights are 'ema'"),
         ('{"weights": "raw"}\n', "line 1: neither `epoch` nor `step`"),
         ('{"weights": "raw", "epoch": "one"}\n', "`epoch` is 'one', not a number"),
+        (
+            '{"weights": "raw", "epoch": 1, "test_accuracy": 97.5}\n',
+            "`test_accuracy` is 97.5: accuracies are shares of 1, so divide percentages by 100",
+        ),
         ('{"weights": "raw", "epoch": 1, "test_loss": "low"}\n', "`test_loss` is 'low', not a num"),
         ('{"weights": "raw", "epoch": 1, "train_seconds": []}\n', "`train_seconds` is .., not a "),
         ('{"weights": "raw", "epoch": 1, "seed": [0]}\n', "`seed` is .0., not a name"),
