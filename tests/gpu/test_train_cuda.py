@@ -8,8 +8,11 @@ from cuda_support import one_rank
 from training import rows_of, run, smoke_plan
 
 from torch_lawa.offline.sweep import plan_sweep, run_sweep
+from torch_lawa.recipes.machine import repeatable, strictly
+from torch_lawa.recipes.masking import mask_tokens
+from torch_lawa.recipes.models.roberta import roberta
 from torch_lawa.recipes.replay import RunEvaluator
-from torch_lawa.recipes.task import Place
+from torch_lawa.recipes.task import Place, seeded
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,6 +47,26 @@ def test_it_resumes_bit_for_bit(recipe: str, changes: dict[str, object], tmp_pat
         (tmp_path / name / "averaged.safetensors").read_bytes() for name in ("whole", "parts")
     ]
     assert averaged[0] == averaged[1]
+
+
+def test_gradients_of_fused_attention_repeat() -> None:
+    model = roberta(
+        width=256, depth=2, vocabulary=1000, sequence_length=512, dropout=0.1, num_chosen=76
+    ).cuda()
+    ids = torch.randint(5, 1000, (32, 512), generator=seeded(torch.device("cuda", 0), 1),
+                        device="cuda")  # fmt: skip
+    batch = mask_tokens(ids, 76, 1000, seeded(ids.device, 2))
+    found: list[list[torch.Tensor]] = []
+    with repeatable(None):
+        for _ in range(5):
+            torch.manual_seed(0)
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(*batch)
+            with strictly():
+                found.append(list(torch.autograd.grad(loss, list(model.parameters()))))
+    assert all(
+        torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)
+    )
 
 
 def test_convolutions_train_in_shards(tmp_path: Path) -> None:

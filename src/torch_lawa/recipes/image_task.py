@@ -30,6 +30,8 @@ NOT_COUNTED = -100
 class Classification(ABC):
     """What tasks of images have in common: the net, its loss, how it is scored."""
 
+    strict = False  # max pooling may have no repeatable algorithm
+
     def __init__(
         self,
         *,

@@ -15,7 +15,7 @@ from torch_lawa.core.roll_call import absence_explained, roll_call
 from torch_lawa.errors import ConfigError, LawaError, RankError
 from torch_lawa.recipes.task import Place
 
-__all__ = ["StopSignal", "choose_place", "joined", "repeatable"]
+__all__ = ["StopSignal", "choose_place", "joined", "repeatable", "strictly"]
 
 # How long a process waits for the others: longer than one may take to write a checkpoint.
 _TIMEOUT = timedelta(minutes=10)
@@ -107,6 +107,21 @@ def repeatable(num_threads: int | None) -> Iterator[None]:
         torch.use_deterministic_algorithms(settings[2], warn_only=settings[3])
         torch.utils.deterministic.fill_uninitialized_memory = settings[4]  # type: ignore[attr-defined]
         torch.set_num_threads(settings[5])
+
+
+@contextlib.contextmanager
+def strictly() -> Iterator[None]:
+    """Inside of `repeatable`: an operation without a repeatable algorithm is an error.
+
+    Without this, fused attention warns and takes an algorithm that does not repeat its bits.
+    """
+    on = torch.are_deterministic_algorithms_enabled()
+    lenient = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(on)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(on, warn_only=lenient)
 
 
 class StopSignal:

@@ -50,6 +50,9 @@ class Task(Protocol):
     num_batches: int
     """Steps in an epoch."""
 
+    strict: bool
+    """Whether all of the backward pass has a repeatable algorithm: then that is insisted on."""
+
     def build_model(self) -> nn.Module:
         """A fresh model; the global generator has been seeded."""
         ...

@@ -16,6 +16,7 @@ from torch_lawa.core.records import MetricsWriter, Row
 from torch_lawa.errors import ConfigError, LawaError, StateError
 from torch_lawa.evaluation import evaluate_side_by_side
 from torch_lawa.recipes.configs import TrainConfig
+from torch_lawa.recipes.machine import strictly
 from torch_lawa.recipes.optimizers import build_optimizer, learning_rate
 from torch_lawa.recipes.parallel import Parallel, choose_parallel
 from torch_lawa.recipes.run_folder import RunPlan
@@ -95,7 +96,8 @@ class Trainer:
             with self.parallel.step_part(self.trained, last=i == len(parts) - 1):
                 with self.autocast():
                     loss = self.task.loss(self.trained, part) / len(parts)
-                loss.backward()  # type: ignore[no-untyped-call]
+                with strictly() if self.task.strict else contextlib.nullcontext():
+                    loss.backward()  # type: ignore[no-untyped-call]
             self._loss += loss.detach()
         if self.config.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)

@@ -29,6 +29,7 @@ _EVALUATION_SEED = 2**31  # beyond what runs are seeded with
 class MaskedLanguageTask:
     """Batches are what the model sees of each sequence, and the labels of the chosen tokens."""
 
+    strict = True  # fused attention repeats its bits only then
     evaluated_at_once = 2**15  # tokens
 
     def __init__(self, config: WikiTextConfig, tokens: Tokens, *, seed: int, place: Place) -> None:

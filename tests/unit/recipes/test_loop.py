@@ -317,3 +317,24 @@ def test_low_precision_rows_are_those_of_the_trajectory(
             assert [values[name] for name in names] == [row[name] for name in names], row
             checked += 1
     assert checked == 4 + 3 + 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "lenient"), [("wikitext103-roberta", False), ("cifar100-resnet34", True)]
+)
+def test_gradients_repeat_strictly_where_they_can(
+    recipe: str, lenient: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else fused attention warns, and takes an algorithm that does not repeat its bits."""
+    seen: set[tuple[bool, bool]] = set()
+    backward = torch.Tensor.backward
+
+    def recorded(tensor: torch.Tensor) -> None:
+        on = torch.are_deterministic_algorithms_enabled()
+        seen.add((on, torch.is_deterministic_algorithms_warn_only_enabled()))
+        backward(tensor)  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(torch.Tensor, "backward", recorded)
+    run(smoke_plan(recipe), tmp_path, stop_at=2)
+    assert seen == {(True, lenient)}
+    assert not torch.are_deterministic_algorithms_enabled()
