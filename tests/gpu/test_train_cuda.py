@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_support import one_rank
+from ranks import free_port
 from training import rows_of, run, smoke_plan
 
 from torch_lawa.offline.sweep import plan_sweep, run_sweep
@@ -69,15 +69,20 @@ def test_gradients_of_fused_attention_repeat() -> None:
     )
 
 
-def test_convolutions_train_in_shards(tmp_path: Path) -> None:
+def test_convolutions_train_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 takes no weights in channels-last order, which is that of every other run."""
-    plan = smoke_plan("cifar100-resnet34")
-    with one_rank(tmp_path, "cpu:gloo,cuda:nccl"):
-        place = Place(torch.device("cuda", 0))
-        assert run(plan, tmp_path / "shards", place=place, parallel="fsdp").finished
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    group |= {"RANK": "0", "WORLD_SIZE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+    for name, value in group.items():
+        monkeypatch.setenv(name, value)
+    plan, place = smoke_plan("cifar100-resnet34"), Place(torch.device("cuda", 0))
+    assert run(plan, tmp_path / "shards", place=place, parallel="fsdp").finished
     assert run(plan, tmp_path / "alone", place=place).finished
-    for mine, other in zip(rows_of(tmp_path / "shards"), rows_of(tmp_path / "alone"), strict=True):
-        assert mine["test_loss"] == pytest.approx(other["test_loss"], rel=0.05)
+    shards, alone = rows_of(tmp_path / "shards"), rows_of(tmp_path / "alone")
+    kind = ("step", "weights", "k", "coefficients", "batch_norm")
+    assert [[r[name] for name in kind] for r in shards] == [[r[n] for n in kind] for r in alone]
+    # Other algorithms for another order in memory, and a few steps in bfloat16: alike, not equal.
+    assert shards[-1]["test_loss"] == pytest.approx(alone[-1]["test_loss"], rel=0.3)
 
 
 def test_a_sweep_of_the_trajectory_gives_the_rows_of_the_run(tmp_path: Path) -> None:
