@@ -7,11 +7,14 @@ import pytest
 import torch
 from ranks import on_ranks
 from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from training import rows_of, run, smoke_plan
 
 from torch_lawa.core.records import Row
 from torch_lawa.errors import StateError
 from torch_lawa.recipes.machine import choose_place
+from torch_lawa.recipes.optimizers import build_optimizer
 
 TESTS = str(Path(__file__).parents[1])
 
@@ -103,6 +106,26 @@ def test_layers_inside_of_layers_in_shards(recipe: str, tmp_path: Path) -> None:
     trained(2, tmp_path / "shards", "fsdp", recipe=recipe)
     trained(2, tmp_path / "copies", "ddp", recipe=recipe)
     assert_close(rows(tmp_path / "shards"), rows(tmp_path / "copies"))
+
+
+def fused_step(rank: int, optimizer: str) -> bool:
+    """Whether a step with what a GPU would be given moves shards as plain weights move."""
+    sys.path.insert(0, TESTS)
+    nets = [nn.Linear(4, 6, bias=False) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    fully_shard(nets[1])
+    config = smoke_plan("digits", optimizer=optimizer).config
+    for net in nets:
+        for seed in range(3):
+            inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
+            net(inputs).square().sum().backward()
+            build_optimizer(config, net, fused=True).step()
+    return torch.allclose(nets[1].weight.full_tensor(), nets[0].weight, rtol=1e-5)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_every_optimizer_takes_shards_where_fused_ones_are_wanted(optimizer: str) -> None:
+    assert on_ranks(1, fused_step, optimizer) == [True]
 
 
 @pytest.mark.matrix

@@ -8,11 +8,12 @@ from ranks import free_port
 from training import rows_of, run, smoke_plan
 
 from torch_lawa.offline.sweep import plan_sweep, run_sweep
-from torch_lawa.recipes.machine import repeatable, strictly
-from torch_lawa.recipes.masking import mask_tokens
-from torch_lawa.recipes.models.roberta import roberta
+from torch_lawa.recipes.data.tokens import Tokens
+from torch_lawa.recipes.machine import repeatable
 from torch_lawa.recipes.replay import RunEvaluator
 from torch_lawa.recipes.task import Place, seeded
+from torch_lawa.recipes.trainer import Trainer
+from torch_lawa.recipes.wikitext import MaskedLanguageTask
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,21 +50,24 @@ def test_it_resumes_bit_for_bit(recipe: str, changes: dict[str, object], tmp_pat
     assert averaged[0] == averaged[1]
 
 
-def test_gradients_of_fused_attention_repeat() -> None:
-    model = roberta(
-        width=256, depth=2, vocabulary=1000, sequence_length=512, dropout=0.1, num_chosen=76
-    ).cuda()
-    ids = torch.randint(5, 1000, (32, 512), generator=seeded(torch.device("cuda", 0), 1),
-                        device="cuda")  # fmt: skip
-    batch = mask_tokens(ids, 76, 1000, seeded(ids.device, 2))
+@pytest.mark.parametrize("compile", [False, True])
+def test_steps_through_fused_attention_repeat(compile: bool) -> None:
+    """With sequences so long that several parts of one are added to the same gradient at once."""
+    device = torch.device("cuda", 0)
+    plan = smoke_plan(
+        "wikitext103-roberta", width=256, sequence_length=512, batch_size=32, vocabulary=1000,
+        dropout=0.1, epochs=3,
+    )  # fmt: skip
+    ids = torch.randint(5, 1000, (32 * 600,), generator=seeded(torch.device("cpu"), 1)).numpy()
+    tokens = Tokens({"train": ids, "valid": ids}, 1000, Path())
     found: list[list[torch.Tensor]] = []
     with repeatable(None):
-        for _ in range(5):
-            torch.manual_seed(0)
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = model(*batch)
-            with strictly():
-                found.append(list(torch.autograd.grad(loss, list(model.parameters()))))
+        for _ in range(4):
+            task = MaskedLanguageTask(plan.config, tokens, seed=0, place=Place(device))  # type: ignore[arg-type]
+            trainer = Trainer(plan, task, Place(device), compile=compile)
+            for batch in trainer.batches():
+                trainer.train_step(batch)
+            found.append([p.detach().clone() for p in trainer.model.parameters()])
     assert all(
         torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)
     )

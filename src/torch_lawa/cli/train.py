@@ -95,7 +95,7 @@ _RUN: list[click.Parameter] = [
     click.Option(
         ["--compile/--no-compile"],
         default=None,
-        help="Use torch.compile.  [default: on a GPU]",
+        help="Use torch.compile.  [default: on a GPU, not with fsdp]",
     ),
     click.Option(
         ["--parallel"],

@@ -113,7 +113,8 @@ def repeatable(num_threads: int | None) -> Iterator[None]:
 def strictly() -> Iterator[None]:
     """Inside of `repeatable`: an operation without a repeatable algorithm is an error.
 
-    Without this, fused attention warns and takes an algorithm that does not repeat its bits.
+    Without this, PyTorch may take cuDNN's fused attention, whose gradients differ from one call to
+    the next where a sequence is long.
     """
     on = torch.are_deterministic_algorithms_enabled()
     lenient = torch.is_deterministic_algorithms_warn_only_enabled()

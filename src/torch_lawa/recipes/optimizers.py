@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torch_lawa.core.shards import local
+from torch_lawa.core.shards import is_sharded, local
 from torch_lawa.errors import StateError
 from torch_lawa.recipes.configs import TrainConfig
 
@@ -96,6 +96,8 @@ def build_optimizer(
     parameters = model.parameters()
     optimizer: Optimizer
     if config.optimizer == "sgd":
+        # PyTorch's fused SGD knows no shards; the fused Adams do.
+        shared["fused"] = fused and not any(is_sharded(p) for p in model.parameters())
         optimizer = torch.optim.SGD(parameters, momentum=config.momentum, **shared)
     elif config.optimizer == "adam":
         optimizer = torch.optim.Adam(parameters, betas=betas, eps=config.epsilon, **shared)

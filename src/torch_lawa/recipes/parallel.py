@@ -43,6 +43,8 @@ def choose_parallel(name: Parallel, place: Place) -> "Alone":
 class Alone:
     """One process."""
 
+    compiles = True  # on a GPU, unless told otherwise
+
     def __init__(self, place: Place) -> None:
         self.place = place
 
@@ -124,6 +126,8 @@ class Copies(Alone):
 
 class Shards(Copies):
     """Every process has a part of every weight; they are gathered layer by layer (FSDP2)."""
+
+    compiles = False  # layer by layer, each kind anew: minutes for a residual net
 
     def prepare(self, model: nn.Module) -> None:
         """Shard the layers of every list of layers, then the rest.

@@ -51,7 +51,7 @@ class Task(Protocol):
     """Steps in an epoch."""
 
     strict: bool
-    """Whether all of the backward pass has a repeatable algorithm: then that is insisted on."""
+    """Whether all of a step has a repeatable algorithm: then that is insisted on."""
 
     def build_model(self) -> nn.Module:
         """A fresh model; the global generator has been seeded."""

@@ -52,7 +52,7 @@ class Trainer:
         self.parallel.prepare(self.model)
         self.optimizer = build_optimizer(config, self.model, fused=cuda)
         # Compiled graphs share the model's own tensors, so a swap reaches them, too.
-        compiled = cuda if compile is None else compile
+        compiled = cuda and self.parallel.compiles if compile is None else compile
         self.forward: nn.Module = torch.compile(self.model) if compiled else self.model  # type: ignore[assignment]
         self.trained = self.parallel.trained(self.forward)
         self.averager = LatestWeightAverager(k=max(config.ks), store="device" if cuda else "host")
@@ -93,11 +93,12 @@ class Trainer:
         self.optimizer.zero_grad()
         parts = _split(batch, self.config.micro_batch_size)
         for i, part in enumerate(parts):
-            with self.parallel.step_part(self.trained, last=i == len(parts) - 1):
+            exchange = self.parallel.step_part(self.trained, last=i == len(parts) - 1)
+            # The way forward chooses the algorithm of the way back.
+            with exchange, strictly() if self.task.strict else contextlib.nullcontext():
                 with self.autocast():
                     loss = self.task.loss(self.trained, part) / len(parts)
-                with strictly() if self.task.strict else contextlib.nullcontext():
-                    loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()  # type: ignore[no-untyped-call]
             self._loss += loss.detach()
         if self.config.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)

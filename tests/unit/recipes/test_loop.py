@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from training import StopAt, rows_of, run, smoke_plan
 from torch_lawa.core.records import read_metrics
 from torch_lawa.errors import ConfigError, LawaError, StateError
 from torch_lawa.recipes.configs import RECIPES
-from torch_lawa.recipes.loop import train
+from torch_lawa.recipes.loop import make_task, train
 from torch_lawa.recipes.optimizers import Lookahead, build_optimizer, learning_rate
 from torch_lawa.recipes.replay import RunEvaluator
 from torch_lawa.recipes.run_folder import RunFolder, RunPlan
@@ -325,16 +326,21 @@ def test_low_precision_rows_are_those_of_the_trajectory(
 def test_gradients_repeat_strictly_where_they_can(
     recipe: str, lenient: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else fused attention warns, and takes an algorithm that does not repeat its bits."""
-    seen: set[tuple[bool, bool]] = set()
-    backward = torch.Tensor.backward
+    """On both ways: forward chooses a fused attention, and not all of them repeat their bits."""
+    seen: set[tuple[str, bool, bool]] = set()
 
-    def recorded(tensor: torch.Tensor) -> None:
-        on = torch.are_deterministic_algorithms_enabled()
-        seen.add((on, torch.is_deterministic_algorithms_warn_only_enabled()))
-        backward(tensor)  # type: ignore[no-untyped-call]
+    def recorded(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            on = torch.are_deterministic_algorithms_enabled()
+            seen.add((what, on, torch.is_deterministic_algorithms_warn_only_enabled()))
+            return function(*arguments)
 
-    monkeypatch.setattr(torch.Tensor, "backward", recorded)
-    run(smoke_plan(recipe), tmp_path, stop_at=2)
-    assert seen == {(True, lenient)}
+        return call
+
+    plan = smoke_plan(recipe)
+    task = type(make_task(plan, Place()))
+    monkeypatch.setattr(task, "loss", recorded("loss", task.loss))
+    monkeypatch.setattr(Tensor, "backward", recorded("gradient", Tensor.backward))
+    run(plan, tmp_path, stop_at=2)
+    assert seen == {("loss", True, lenient), ("gradient", True, lenient)}
     assert not torch.are_deterministic_algorithms_enabled()
