@@ -54,9 +54,10 @@ def show_report(report: Report, console: Console) -> None:
     _say(
         console,
         "Longest: the longest stretch until the baseline matches the average, at one value that "
-        "both reach in every seed; a maximum, so it flatters. Final, best: the baseline's own last "
-        "and best value, each seed its own. ±: standard deviation over seeds. Time has every cost "
-        "of averaging charged to it. The page (-o) says how each number came about.",
+        "the average had and both reach in every seed; a maximum, so it flatters. Final, best: the "
+        "baseline's own last and best value, each seed its own. ±: standard deviation over seeds. "
+        "Time has every cost of averaging charged to it. The page (-o) says how each number came "
+        "about.",
     )
 
 

@@ -59,8 +59,8 @@ def the_finding(recipe: str, report: MetricReport, rows: Sequence[MainRow]) -> l
             f"{say_number(amount.baseline_at.mean)}: {saved(amount, axis)} earlier."
         )
     honest = (
-        "The value is the one with the longest stretch, so it flatters. The raw weights' own final "
-        f"value: {_at(row.final, axis)}. Their best value: {_at(row.best, axis)}."
+        f"{_how_chosen(row, axis)}The raw weights' own final value: {_at(row.final, axis)}. Their "
+        f"best value: {_at(row.best, axis)}."
     )
     if row.unmatched is not None and row.headline is not None:
         honest += (
@@ -211,6 +211,20 @@ def saved(amount: Amount, axis: Axis) -> str:
     """Such as "73.3 epochs or 72% (72 to 75 by seed)"."""
     percent = "" if amount.percent is None else f" or {amount.percent:.0f}%"
     return f"{_count(amount.saved.mean, axis)}{percent}{_spread(amount.saved)}"
+
+
+def _how_chosen(row: MainRow, axis: Axis) -> str:
+    """Where the headline's value is from; values it could not choose may have saved more."""
+    longest = amount_on(axis, row.headline)
+    if longest is None:
+        return ""
+    own = [a.saved.mean for each in (row.final, row.best) if (a := amount_on(axis, each))]
+    if max(own, default=0.0) <= longest.saved.mean:
+        return "The value is the one with the longest stretch, so it flatters. "
+    return (
+        "Of the values that the average had and both reached in every seed, it is the one with the "
+        "longest stretch; at others more was saved. "
+    )
 
 
 def _at(saving: TargetSaving, axis: Axis) -> str:

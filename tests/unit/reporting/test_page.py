@@ -11,6 +11,7 @@ from report_support import cifar_rows, language_runs, run_of
 
 from torch_lawa import __version__
 from torch_lawa.reporting.page import render_page, save_page
+from torch_lawa.reporting.page_text import the_finding
 from torch_lawa.reporting.runs import Run
 from torch_lawa.reporting.summarising import summarise
 from torch_lawa.reporting.summary import Report
@@ -208,3 +209,27 @@ def test_the_same_metrics_give_the_same_page(tmp_path: Path) -> None:
     assert first == (tmp_path / "b.html").read_bytes()
     assert first.decode().endswith("</html>\n")
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["a.html", "b.html"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "averaged", "said"),
+    [
+        # 5 is reached 2 epochs early and is the raw weights' end: the longest, and it chose.
+        ((9, 8, 7, 6, 5), (9, 7, 5, 5, 5), "the longest stretch, so it flatters. The raw"),
+        # 7 is reached an epoch early; what ends the raw run, 5, two, where the average had 4.
+        ((9, 8, 7, 6, 5), (9, 7, 4, 4, 4), "the longest stretch; at others more was saved. The"),
+        # Nothing that the average had was matched.
+        ((9, 9, 9, 9, 9), (8, 8, 8, 8, 8), "(in 1 of 1 seed). The raw"),
+    ],
+)
+def test_a_value_that_the_headline_could_not_choose_may_save_more(
+    raw: tuple[float, ...], averaged: tuple[float, ...], said: str
+) -> None:
+    rows = tuple(
+        {"epoch": e, "weights": w, "k": k, "loss": loss}
+        for w, k, losses in (("raw", None, raw), ("averaged", 2, averaged))
+        for e, loss in enumerate(losses, start=1)
+    )
+    run = Run("toy", "sgd", rows)
+    metric = summarise([run]).recipes[0].metrics[0]
+    assert said in " ".join(the_finding("toy", metric, metric.main))
