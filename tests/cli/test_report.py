@@ -1,6 +1,7 @@
 """`lawa report` as it is typed, on the record of the demo's recipe and on small runs."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -290,3 +291,18 @@ def test_a_plain_run_comes_before_one_that_wraps_it(tmp_path: Path, lawa: Lawa) 
         (tmp_path / folder / "metrics.jsonl").write_text(text)
     _, said, _ = lawa(tmp_path)
     assert said.index("\nsgd, k = 2") < said.index("\nlookahead(sgd), k = 2")
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_the_page_is_written_although_nobody_reads_the_tables(
+    words: tuple[str, ...], metrics: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "torch_lawa", "report", metrics, "-o", tmp_path / "out"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run([*command, *words], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (tmp_path / "out/report.html").stat().st_size > 10_000
+    assert "The page is" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "Exception ignored" not in ended.stderr

@@ -77,15 +77,13 @@ def command(
         _refuse_earlier(output)
     runs = load_runs(metrics)
     report = summarise(runs, metric=metric, k=k)
-    # What was asked for is printed whatever happens to the files: they may need an extra.
-    if as_json:
-        click.echo(json.dumps(report.as_dict()))
-    else:
-        from rich.console import Console
-
-        from torch_lawa.cli.report_tables import show_report
-
-        show_report(report, Console(highlight=False))
+    # What was asked for is printed whatever happens to the files, which may need an extra; and
+    # they are written although nobody reads any more, as behind `| head`.
+    unheard: BaseException | None = None
+    try:
+        _print(report, as_json=as_json)
+    except (BrokenPipeError, SystemExit) as error:  # the latter is how rich puts it
+        unheard = error
     if events is not None:
         from torch_lawa.reporting.tensorboard import save_events
 
@@ -94,6 +92,19 @@ def command(
     if output is not None:
         _write(runs, report, output, title or _title(report), files_of(metrics))
         click.echo(f"The page is {output / _PAGE}.", err=True)
+    if unheard is not None:
+        raise unheard
+
+
+def _print(report: "Report", *, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(report.as_dict()))
+        return
+    from rich.console import Console
+
+    from torch_lawa.cli.report_tables import show_report
+
+    show_report(report, Console(highlight=False))
 
 
 def _write(
