@@ -127,7 +127,7 @@ class Copies(Alone):
 class Shards(Copies):
     """Every process has a part of every weight; they are gathered layer by layer (FSDP2)."""
 
-    compiles = False  # layer by layer, each kind anew: minutes for a residual net
+    compiles = False  # layer by layer, each kind anew: a minute for a small residual net
 
     def prepare(self, model: nn.Module) -> None:
         """Shard the layers of every list of layers, then the rest.
