@@ -44,12 +44,6 @@ RUNS: dict[str, list[str]] = {
         for s in range(3)
     },
     **{f"tiny-imagenet-sgd-{s}": [*TINY, "--seed", str(s)] for s in range(3)},
-    # More steps an epoch and noisier ones: is that what averaging lacks on so few images?
-    **{
-        f"tiny-imagenet-batch-64-{s}": [*TINY, "--batch-size", "64", "--learning-rate", "0.025",
-                                        "--seed", str(s)]
-        for s in range(3)
-    },
     "roberta-decaying-0": [*ROBERTA, "--seed", "0"],
     "roberta-constant-0": [*ROBERTA, "--schedule", "constant", "--seed", "0"],
 }  # fmt: skip
