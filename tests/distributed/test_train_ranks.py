@@ -116,10 +116,12 @@ def fused_step(rank: int, optimizer: str) -> bool:
     fully_shard(nets[1])
     config = smoke_plan("digits", optimizer=optimizer).config
     for net in nets:
+        stepper = build_optimizer(config, net, fused=True)
         for seed in range(3):
             inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
+            stepper.zero_grad()
             net(inputs).square().sum().backward()
-            build_optimizer(config, net, fused=True).step()
+            stepper.step()
     return torch.allclose(nets[1].weight.full_tensor(), nets[0].weight, rtol=1e-5)  # type: ignore[operator]
 
 

@@ -105,7 +105,7 @@ def _written(place: Place) -> float | None:
     with telling(str(place)):
         try:
             return float(place.fs.modified(place.path).timestamp())
-        except (NotImplementedError, KeyError, AttributeError):
+        except (NotImplementedError, KeyError, AttributeError):  # a file system without times
             return None
 
 
