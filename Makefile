@@ -5,7 +5,7 @@ VENV := .venv
 GPU_TESTS ?= tests/gpu
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-SOURCES := pyproject.toml constraints.txt hatch_build.py src/torch_lawa/core/kernels.c
+SOURCES := pyproject.toml constraints.txt hatch_build.py src/torch_lawa/mean/kernels.c
 
 .PHONY: demo test check format bench bench-offline test-gpu test-data test-browser test-matrix test-oldest test-timm clean help
 
@@ -83,7 +83,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: $(VENV)/bin/python $(SOURCES)
-	$(PIP) -e '.[recipes,report]'
+	$(PIP) -e '.[lab]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
@@ -107,7 +107,7 @@ $(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
 .venv-timm/.timm: $(SOURCES)
 	$(PYTHON) -m venv .venv-timm
 	.venv-timm/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  -e '.[recipes]' pytest pytest-timeout hypothesis timm
+	  -e '.[lab]' pytest pytest-timeout hypothesis timm
 	@touch $@
 
 clean:

@@ -18,7 +18,7 @@ try:
 except ImportError:  # run by hand, outside of a build
     BuildHookInterface = object  # type: ignore[assignment,misc]
 
-_FOLDER = Path(__file__).parent / "src" / "torch_lawa" / "core"
+_FOLDER = Path(__file__).parent / "src" / "torch_lawa" / "mean"
 # Contraction would fuse multiply and add, and change bits from machine to machine.
 _FLAGS = ["-O3", "-std=c11", "-fPIC", "-shared", "-ffp-contract=off", "-fno-trapping-math"]
 

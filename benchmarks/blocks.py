@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from record import Log, median
 
-from torch_lawa.core import mean as mean_module
-from torch_lawa.core.coefficients import Uniform
-from torch_lawa.core.mean import mean_blocks
-from torch_lawa.core.sliding import _ROW, SlidingSum
+from torch_lawa.coefficients import Uniform
+from torch_lawa.mean import blocks as mean_module
+from torch_lawa.mean.blocks import mean_blocks
+from torch_lawa.mean.sliding_sum import _ROW, SlidingSum
 
 
 def lengths(log: Log) -> None:

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from record import Log
 
-from torch_lawa.core.records import MetricsWriter, read_metrics
-from torch_lawa.recipes.configs import DigitsConfig
-from torch_lawa.recipes.loop import train
-from torch_lawa.recipes.run_folder import RunFolder, RunPlan
-from torch_lawa.recipes.task import Place
-from torch_lawa.reporting.savings import Metric, compare
+from lawa_lab.recipes.configs import DigitsConfig
+from lawa_lab.recipes.loop import train
+from lawa_lab.recipes.run_folder import RunFolder, RunPlan
+from lawa_lab.recipes.task import Place
+from lawa_lab.report.savings import Metric, compare
+from torch_lawa.metrics import MetricsWriter, read_metrics
 
 RATES = (0.02, 0.05, 0.1, 0.2, 0.4)
 TRIPLES = ((0, 1, 2), (3, 4, 5), (100, 101, 102))

@@ -18,8 +18,8 @@ import torch
 from record import Log, median
 from torch import nn
 
+from lawa_lab.recipes.models.resnet import resnet34
 from torch_lawa import LatestWeightAverager
-from torch_lawa.recipes.models.resnet import resnet34
 
 Step = Callable[[], None]
 
@@ -231,10 +231,10 @@ def window_mean(window: list[torch.Tensor], name: str) -> torch.Tensor:
 def equality(log: Log, name: str, model: nn.Module, step: Step) -> None:
     """The same snapshots, averaged on the GPU, behind it, and on the CPU alone."""
     averagers = {
-        "host": LatestWeightAverager(k=5, store="host", sliding=False),
-        "host, sliding": LatestWeightAverager(k=5, store="host", sliding=True),
-        "device": LatestWeightAverager(k=5, store="device", sliding=False),
-        "device, sliding": LatestWeightAverager(k=5, store="device", sliding=True),
+        "host": LatestWeightAverager(k=5, store="host", _sliding=False),
+        "host, sliding": LatestWeightAverager(k=5, store="host", _sliding=True),
+        "device": LatestWeightAverager(k=5, store="device", _sliding=False),
+        "device, sliding": LatestWeightAverager(k=5, store="device", _sliding=True),
     }
     taken: list[dict[str, torch.Tensor]] = []
     equal = True

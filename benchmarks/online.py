@@ -42,7 +42,7 @@ class Transformer(nn.Module):
 
 
 def build(size: str) -> nn.Module:
-    from torch_lawa.recipes.models.resnet import resnet50
+    from lawa_lab.recipes.models.resnet import resnet50
 
     torch.manual_seed(0)
     return resnet50(1000) if size == "25M" else Transformer()
@@ -71,7 +71,7 @@ def variant(name: str, model: nn.Module, k: int, narrow: bool) -> Variant:
 
         averager = LatestWeightAverager(
             k=k,
-            sliding=name == "sliding",
+            _sliding=name == "sliding",
             storage_dtype=torch.bfloat16 if narrow else None,
         )
         read = nothing if name == "collect" else averager.average

@@ -21,7 +21,7 @@ from pathlib import Path
 
 CIFAR = ["cifar100-resnet34", "--variants-every", "10"]
 TINY = [
-    "imagenet-resnet50", "--image-size", "64", "--calibration-batches", "10",
+    "imagenet-resnet50", "--image-size", "64", "--batch-norm-batches", "10",
     "--coefficients", "uniform,exponential:0.9", "--batch-norm", "re-estimated,copied",
     "--variants-every", "5",
 ]  # fmt: skip
@@ -88,7 +88,7 @@ def start(name: str, data: Path, out: Path, *, keep: bool) -> "subprocess.Popen[
     words += ["--save-trajectory"] if keep else []
     with (out / f"{name}.txt").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "torch_lawa", "train", *words],
+            [sys.executable, "-m", "lawa_lab", "train", *words],
             stdout=log,
             stderr=log,
             env={"OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1", **os.environ},

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 from record import Log, median
 
-from torch_lawa.core.coefficients import Uniform
-from torch_lawa.core.dtypes import DTYPES
-from torch_lawa.core.pieces import Pieces, piece_length
-from torch_lawa.core.pieces_compiled import CompiledPieces
-from torch_lawa.core.pieces_numpy import NumpyPieces
+from torch_lawa.coefficients import Uniform
+from torch_lawa.mean.dtypes import DTYPES
+from torch_lawa.mean.kernels import Pieces, piece_length
+from torch_lawa.mean.kernels_native import CompiledPieces
+from torch_lawa.mean.kernels_numpy import NumpyPieces
 
 
 def values(code: str, n: int, seed: int) -> np.ndarray:

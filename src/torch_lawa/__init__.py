@@ -12,27 +12,27 @@ from torch_lawa._version import __version__
 if TYPE_CHECKING:
     from torch_lawa.averager import LatestWeightAverager
     from torch_lawa.batch_norm import recalibrate_batch_norm
-    from torch_lawa.core.coefficients import Decay, Explicit, Exponential, Uniform
-    from torch_lawa.core.schedule import Every, OnPlateau
+    from torch_lawa.coefficients import Annealing, Explicit, Exponential, Uniform
     from torch_lawa.offline import average_checkpoints, plan_average
+    from torch_lawa.schedule import Every, OnPlateau
     from torch_lawa.stores.disk import DiskStore
 
 _HOMES = {
     "LatestWeightAverager": "torch_lawa.averager",
     "recalibrate_batch_norm": "torch_lawa.batch_norm",
-    "Uniform": "torch_lawa.core.coefficients",
-    "Exponential": "torch_lawa.core.coefficients",
-    "Explicit": "torch_lawa.core.coefficients",
-    "Decay": "torch_lawa.core.coefficients",
-    "Every": "torch_lawa.core.schedule",
-    "OnPlateau": "torch_lawa.core.schedule",
+    "Uniform": "torch_lawa.coefficients",
+    "Exponential": "torch_lawa.coefficients",
+    "Explicit": "torch_lawa.coefficients",
+    "Annealing": "torch_lawa.coefficients",
+    "Every": "torch_lawa.schedule",
+    "OnPlateau": "torch_lawa.schedule",
     "DiskStore": "torch_lawa.stores.disk",
     "plan_average": "torch_lawa.offline",
     "average_checkpoints": "torch_lawa.offline",
 }
 
 __all__ = [
-    "Decay",
+    "Annealing",
     "DiskStore",
     "Every",
     "Explicit",

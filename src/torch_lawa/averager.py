@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from torch_lawa import averager_state, export
-from torch_lawa.core.agreement import agree, meet
-from torch_lawa.core.coefficients import Coefficients, Uniform
-from torch_lawa.core.modes import ordinary_mode
-from torch_lawa.core.options import check_float, check_kind, one_of, whole_number
-from torch_lawa.core.schedule import Every, Schedule
-from torch_lawa.core.selection import BufferRule, FrozenRule, Selector, live_tensors
+from torch_lawa.coefficients import Coefficients, Uniform
 from torch_lawa.errors import ConfigError, NotReadyError, StateError
+from torch_lawa.modes import ordinary_mode
+from torch_lawa.ranks.agreement import agree, meet
+from torch_lawa.schedule import Every, Schedule
+from torch_lawa.selection import BufferRule, FrozenRule, Selector, live_tensors
 from torch_lawa.stores.base import Snapshot, Store
 from torch_lawa.stores.memory import DeviceStore, HostStore
-from torch_lawa.stores.window import Sliding, Window
 from torch_lawa.swap import find_targets, lend, refuse_if_lent
+from torch_lawa.validation import check_float, check_kind, one_of, whole_number
+from torch_lawa.window import Sliding, Window
 
 __all__ = ["LatestWeightAverager"]
 
@@ -43,8 +43,8 @@ class LatestWeightAverager:
         coefficients: How much each counts: `Uniform()`, `Exponential(alpha)`, `Explicit(weights)`.
         schedule: When `step` takes a snapshot: `Every(n, start=...)` or `OnPlateau(...)`. Without
             one, every call of `step` does.
-        before_full: While fewer than `k` snapshots are there, "wait" (as in the paper) or
-            "average" those that are.
+        min_snapshots: How many snapshots make an average; `k` by default, as in the paper.
+            `min_snapshots=1` averages what is there from the first snapshot on.
         store: "host" memory (filled asynchronously from a GPU), the model's "device", or a
             `DiskStore(folder)`.
         storage_dtype: Keep snapshots in `torch.bfloat16` or `torch.float16` to halve their memory.
@@ -55,9 +55,6 @@ class LatestWeightAverager:
             or "average" them. Use `recalibrate_batch_norm` to re-estimate them.
         frozen: Parameters that do not require gradients: "keep" one copy, from the newest
             snapshot, or "omit" them (adapters on a large frozen model).
-        sliding: Keep a float64 sum that follows the window, so that reading the mean costs the
-            same for any k; the bits are the same. It takes the memory of three more float32
-            snapshots. "auto" does so when k >= 16 and the mean is read after every snapshot.
     """
 
     def __init__(
@@ -66,20 +63,22 @@ class LatestWeightAverager:
         *,
         coefficients: Coefficients | None = None,
         schedule: Schedule | None = None,
-        before_full: Literal["wait", "average"] = "wait",
+        min_snapshots: int | None = None,
         store: Literal["host", "device"] | Store = "host",
         storage_dtype: torch.dtype | None = None,
         buffers: BufferRule = "newest",
         frozen: FrozenRule = "keep",
-        sliding: Sliding = "auto",
+        _sliding: Sliding = "auto",
     ) -> None:
         self._options = {name: given for name, given in locals().items() if name != "self"}
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise ConfigError(f"k={k!r}: the number of snapshots must be an int of at least 1.")
-        one_of("before_full", before_full, ("wait", "average"))
+        least = k if min_snapshots is None else whole_number("min_snapshots", min_snapshots)
+        if not 1 <= least <= k:
+            raise ConfigError(f"min_snapshots={min_snapshots} must lie between 1 and k={k}.")
         one_of("buffers", buffers, ("newest", "average"))
         one_of("frozen", frozen, ("keep", "omit"))
-        one_of("sliding", sliding, ("auto", True, False))
+        one_of("_sliding", _sliding, ("auto", True, False))
         one_of("storage_dtype", storage_dtype, (None, torch.bfloat16, torch.float16))
         if not isinstance(store, Store):
             one_of("store", store, ("host", "device"), " Or give a DiskStore(folder).")
@@ -89,16 +88,16 @@ class LatestWeightAverager:
         self._schedule: Schedule = schedule if schedule is not None else Every(1)
         check_kind("schedule", self._schedule, "due", "Every(n) or OnPlateau()")
         expected = self._schedule.expected()
-        if before_full == "wait" and expected is not None and expected < k:
+        if expected is not None and expected < least:
             raise ConfigError(
                 f"the schedule {self._schedule} gives {expected} snapshots in the whole run and "
-                f"the window waits for k={k}: it would never be ready. Collect more often, start "
-                "earlier, lower k, or set before_full='average'."
+                f"an average needs {least}: it would never be ready. Collect more often, start "
+                "earlier, lower k, or set min_snapshots=1."
             )
-        self._before_full = before_full
+        self._min_snapshots = least
         self._storage_dtype = storage_dtype
         self._select = Selector(buffers=buffers, frozen=frozen)
-        self._window = Window(store, k, storage_dtype, sliding)
+        self._window = Window(store, k, storage_dtype, _sliding)
         self._num_steps = 0
         self._num_collected = 0
         self._met = False  # whether the processes of a sharded model have found each other
@@ -112,6 +111,11 @@ class LatestWeightAverager:
         return self._window.k
 
     @property
+    def min_snapshots(self) -> int:
+        """How many snapshots make an average."""
+        return self._min_snapshots
+
+    @property
     def coefficients(self) -> Coefficients:
         """How much each snapshot counts where nothing else is asked for."""
         return self._coefficients
@@ -119,10 +123,10 @@ class LatestWeightAverager:
     @property
     def ready(self) -> bool:
         """Whether there is an average to read."""
-        return len(self) >= (self.k if self._before_full == "wait" else 1)
+        return len(self) >= self._min_snapshots
 
     @property
-    def steps(self) -> list[int]:
+    def snapshot_steps(self) -> list[int]:
         """The labels of the snapshots in the window, oldest first."""
         return [snapshot.step for snapshot in self._window.snapshots]
 
@@ -140,7 +144,8 @@ class LatestWeightAverager:
         return True
 
     def __repr__(self) -> str:
-        steps = f" (steps {self.steps[0]} to {self.steps[-1]})" if self.steps else ""
+        labels = self.snapshot_steps
+        steps = f" (steps {labels[0]} to {labels[-1]})" if labels else ""
         stored = f", stored as {self._storage_dtype}" if self._storage_dtype else ""
         return (
             f"LatestWeightAverager(k={self.k}, {len(self)} of {self.k} snapshots{steps}, "
@@ -165,20 +170,20 @@ class LatestWeightAverager:
     def collect(self, model: nn.Module | Mapping[str, Tensor], *, step: int | None = None) -> None:
         """Take a snapshot of a model (or of a state dict); the oldest leaves a full window.
 
-        `step` labels it in `steps` and in messages; by default it is the number of calls of
-        `step` so far, or of `collect` where `step` is not used. Labels must increase.
+        `step` labels it in `snapshot_steps` and in messages; by default it is the number of calls
+        of `step` so far, or of `collect` where `step` is not used. Labels must increase.
         """
         refuse_if_lent(model, "collect was called")
         own = self._num_steps or self._num_collected + 1
         label = whole_number("step", step) if step is not None else own
-        if self.steps and label <= self.steps[-1]:
+        if self.snapshot_steps and label <= self.snapshot_steps[-1]:
             if step is not None:
                 raise ConfigError(
                     f"step={step} is not after the newest snapshot in the window, of step "
-                    f"{self.steps[-1]}. Did the run go back to an earlier checkpoint? Then load "
-                    "the averager's state saved with it, or call averager.reset()."
+                    f"{self.snapshot_steps[-1]}. Did the run go back to an earlier checkpoint? Then "
+                    "load the averager's state saved with it, or call averager.reset()."
                 )
-            label = self.steps[-1] + 1
+            label = self.snapshot_steps[-1] + 1
         selection = self._select(model)
         self._meet(model, f"the first call of averager.collect, of step {label},")
         num = self._num_collected
@@ -380,7 +385,7 @@ class LatestWeightAverager:
         if not self.ready:
             hint = "call averager.collect(model) first."
             if len(self):
-                hint = "check averager.ready, ask for average(k=...), or set before_full='average'."
+                hint = "check averager.ready, ask for average(k=...), or set min_snapshots=1."
             raise NotReadyError(f"{len(self)} of {self.k} snapshots were collected; {hint}")
         return len(self)
 

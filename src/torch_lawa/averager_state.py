@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lawa.core.shards import local
 from torch_lawa.errors import StateError
+from torch_lawa.shards import local
 from torch_lawa.stores.base import Content, Snapshot
-from torch_lawa.stores.window import Window
+from torch_lawa.window import Window
 
 __all__ = ["Saved", "pack", "pack_slots", "pickled", "unpack"]
 

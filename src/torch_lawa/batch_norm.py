@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from torch_lawa.core.roll_call import roll_call
-from torch_lawa.core.shards import local
 from torch_lawa.errors import BatchNormError
+from torch_lawa.ranks.barrier import roll_call
+from torch_lawa.shards import local
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

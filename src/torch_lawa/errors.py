@@ -1,6 +1,7 @@
-"""Every mistake a user can make, by name.
+"""The errors torch_lawa raises on purpose; each says what was wrong, where, and what to do next.
 
-All are `ValueError`s underneath. A message says what was wrong, where, and what to do next.
+Misuse (a wrong argument, state or file) is a `ValueError`; a file system or a network that failed
+is an `OSError`; ranks that are out of step are a `RuntimeError`. All of them are `LawaError`s.
 """
 
 __all__ = [
@@ -20,52 +21,52 @@ __all__ = [
 ]
 
 
-class LawaError(ValueError):
-    """Base of every error that torch_lawa raises on purpose."""
+class LawaError(Exception):
+    """Base class of every error that torch_lawa raises on purpose."""
 
 
-class ConfigError(LawaError):
-    """An argument has a value that cannot work."""
+class ConfigError(LawaError, ValueError):
+    """An argument has an invalid value."""
 
 
-class NotReadyError(LawaError):
-    """An average was asked for before there was enough to average."""
+class NotReadyError(LawaError, ValueError):
+    """An average was requested before there were enough snapshots."""
 
 
-class LayoutError(LawaError):
-    """A model's tensors do not fit the ones collected before."""
+class LayoutError(LawaError, ValueError):
+    """A model's tensors do not match the ones collected before."""
 
 
-class SwapError(LawaError):
-    """Averaged weights were lent, or snapshots taken, at the wrong moment."""
+class SwapError(LawaError, ValueError):
+    """Averaged weights were swapped in, or a snapshot was taken, at the wrong moment."""
 
 
-class StateError(LawaError):
+class StateError(LawaError, ValueError):
     """A saved averager state cannot be loaded."""
 
 
-class StoreError(LawaError):
-    """A snapshot store cannot be opened, written or read."""
-
-
-class FormatError(LawaError):
+class FormatError(LawaError, ValueError):
     """A checkpoint or metrics file is not what it claims to be."""
 
 
-class DataError(LawaError):
-    """Training data that is missing or damaged."""
+class DataError(LawaError, ValueError):
+    """Training data is missing or damaged."""
 
 
-class OutputError(LawaError):
-    """A result cannot be written where it was asked for."""
-
-
-class BatchNormError(LawaError):
+class BatchNormError(LawaError, ValueError):
     """BatchNorm statistics could not be re-estimated."""
 
 
-class RankError(LawaError):
-    """Some processes of a group are not where the others are."""
+class StoreError(LawaError, OSError):
+    """A snapshot store cannot be opened, written or read."""
+
+
+class OutputError(LawaError, OSError):
+    """A result cannot be written to its destination."""
+
+
+class RankError(LawaError, RuntimeError):
+    """A rank is missing from, or at a different call than, the rest of its process group."""
 
 
 class NonFiniteWarning(UserWarning):

@@ -18,9 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.batch_norm import recalibrate_batch_norm
-from torch_lawa.core.coefficients import Coefficients, name_coefficients
-from torch_lawa.core.records import MetricsWriter, Row
+from torch_lawa.coefficients import Coefficients, name_coefficients
 from torch_lawa.errors import ConfigError
+from torch_lawa.metrics import MetricsWriter, Row
 from torch_lawa.swap import lend
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def evaluate_side_by_side(
     ks: Sequence[int | tuple[int, Coefficients]] | None = None,
     batch_norm: Sequence[BatchNormPolicy] | None = None,
     loader: Iterable[Any] | None = None,
-    num_batches: int | None = None,
+    batch_norm_batches: int | None = None,
     control: bool = True,
     group: "ProcessGroup | None" = None,
 ) -> list[Row]:
@@ -82,7 +82,7 @@ def evaluate_side_by_side(
             from the newest snapshot, or both, a row each. By default re-estimated where a loader
             is given. A model without BatchNorm layers has one row for each k whatever is asked.
         loader: Batches of training data, iterated anew for each average.
-        num_batches: How many of them to use (all by default).
+        batch_norm_batches: How many of them to use (all by default).
         control: Evaluate the raw weights with re-estimated BatchNorm statistics too, where an
             average is: the baseline that had the same treatment. It costs one more such pass.
         group: The processes that re-estimate BatchNorm together, each with a loader of its own.
@@ -103,7 +103,7 @@ def evaluate_side_by_side(
         with clock("batch_norm"):
             if policy == "re-estimated":
                 assert loader is not None  # `_policies` saw to it
-                recalibrate_batch_norm(model, loader, num_batches, group=group)
+                recalibrate_batch_norm(model, loader, batch_norm_batches, group=group)
         return evaluated()
 
     def evaluated() -> Mapping[str, float]:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torch_lawa.core.modes import ordinary_mode
-from torch_lawa.core.selection import unwrap, write_into
-from torch_lawa.core.shards import local, reshard
 from torch_lawa.errors import LayoutError, SwapError
+from torch_lawa.modes import ordinary_mode
+from torch_lawa.selection import unwrap, write_into
+from torch_lawa.shards import local, reshard
 
 __all__ = ["find_targets", "lend", "refuse_if_lent"]
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_support import cifar_runs, language_runs
+from support.report import cifar_runs, language_runs
 
-from torch_lawa.reporting.page import save_page
-from torch_lawa.reporting.summarising import summarise
+from lawa_lab.report.page import save_page
+from lawa_lab.report.summarising import summarise
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install -e '.[browser]'")
 

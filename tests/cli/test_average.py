@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from torch_lawa.cli import main
-from torch_lawa.core.records import read_metrics
+from torch_lawa.metrics import read_metrics
 from torch_lawa.offline.engine import Meter, Stopped
 from torch_lawa.offline.sweep import plan_sweep, run_sweep
 
@@ -243,7 +243,7 @@ def test_a_sweep_refuses_results_of_something_else(run: Path, lawa: Lawa, change
     elif change == "foreign":
         save_file({"w": torch.ones(1)}, "s/step-300-k-2.safetensors")
     else:
-        words += ["--coefficients", "decay:linear"]
+        words += ["--coefficients", "annealing:linear"]
     before = {path: path.read_bytes() for path in Path("s").iterdir()}
     code, _, complained = lawa("sweep", "run", *words)
     assert code == 1

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from torch_lawa import window
 from torch_lawa.cli import main as cli
 from torch_lawa.cli import plan_printing
-from torch_lawa.stores import window
 
 PROBE = """
 import sys

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from torch_lawa.cli import main
-from torch_lawa.core.records import Row
+from torch_lawa.metrics import Row
 
 RECORD = Path(__file__).parents[2] / "results" / "2026-11-15-digits"
 FILES = ["rate-0.2-seeds-0-to-2", "rate-0.2-seeds-3-to-5", "rate-0.2-seeds-100-to-102"]

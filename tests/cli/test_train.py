@@ -11,11 +11,11 @@ from pathlib import Path
 
 import click
 import pytest
-from training import rows_of
+from support.training import rows_of
 
+from lawa_lab.cli.train import command
+from lawa_lab.recipes.configs import RECIPES
 from torch_lawa.cli import main as cli
-from torch_lawa.cli.train import command
-from torch_lawa.recipes.configs import RECIPES
 
 LAWA = [sys.executable, "-m", "torch_lawa"]
 DIGITS = ["train", "digits", "--smoke", "--seed", "2"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from support.ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -96,7 +96,7 @@ def schedule(rank: int, same: bool) -> dict[str, Any]:
     single = LatestWeightAverager(k=2, schedule=OnPlateau())
     if rank == 0:
         single.step(copy.deepcopy(nn.Linear(2, 2)), loss=1.0)
-    return {"took": took, "error": error, "steps": averager.steps}
+    return {"took": took, "error": error, "steps": averager.snapshot_steps}
 
 
 def test_a_schedule_fires_on_all_ranks_or_on_none() -> None:
@@ -121,7 +121,7 @@ def counted(rank: int) -> dict[str, Any]:
         except RankError as raised:
             error = str(raised)
         errors.append(error)
-    return {"errors": errors, "steps": averager.steps}
+    return {"errors": errors, "steps": averager.snapshot_steps}
 
 
 def test_ranks_with_different_schedules_are_told_at_the_first_call() -> None:
@@ -158,7 +158,7 @@ def replicas(rank: int) -> list[int]:
     averager = LatestWeightAverager(k=1)
     if rank < 2:  # ranks 2 and 3 have the same parts
         averager.collect(model, step=5)
-    return averager.steps
+    return averager.snapshot_steps
 
 
 @pytest.mark.matrix

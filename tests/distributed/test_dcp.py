@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import on_ranks
-from sharded_support import refill
+from support.ranks import on_ranks
+from support.sharded import refill
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -57,7 +57,7 @@ def load(rank: int, folder: str, shard: bool, k: int) -> dict[str, Any]:
     state = {"model": model.state_dict(), "averager": averager}
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
-    found = {"steps": averager.steps, "num_collected": averager.num_collected}
+    found = {"steps": averager.snapshot_steps, "num_collected": averager.num_collected}
     if averager.ready:
         found["average"] = whole(averager.average())
         with averager.swapped_into(model):
@@ -70,7 +70,10 @@ def load(rank: int, folder: str, shard: bool, k: int) -> dict[str, Any]:
 def uninterrupted(num_steps: int, k: int) -> dict[str, Any]:
     model, averager = net(shard=False), LatestWeightAverager(k=k)
     collect(model, averager, range(1, num_steps + 1))
-    found: dict[str, Any] = {"steps": averager.steps, "num_collected": averager.num_collected}
+    found: dict[str, Any] = {
+        "steps": averager.snapshot_steps,
+        "num_collected": averager.num_collected,
+    }
     if averager.ready:
         found["average"] = found["inside"] = averager.average()
     collect(model, averager, range(10, 12))
@@ -129,7 +132,7 @@ def test_one_process_without_a_group(tmp_path: Path) -> None:
     again = LatestWeightAverager(k=K)
     again.bind(model)
     quietly(dcp.load, {"averager": again}, checkpoint_id=tmp_path, no_dist=True)
-    assert again.steps == [3, 4, 5]
+    assert again.snapshot_steps == [3, 4, 5]
     for name, tensor in averager.average().items():
         assert torch.equal(again.average()[name], tensor)
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import free_port, on_ranks
-from sharded_support import refill
+from support.ranks import free_port, on_ranks
+from support.sharded import refill
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tensor, init_device_mesh
@@ -71,7 +71,7 @@ def first_run(rank: int, folder: str) -> dict[str, Any]:
 def second_run(rank: int, folder: str) -> dict[str, Any]:
     model, averager = fully_shard(net()), make(folder)
     averager.bind(model)
-    found = {"steps": averager.steps, "average": whole(averager.average())}
+    found = {"steps": averager.snapshot_steps, "average": whole(averager.average())}
     collect(model, averager, range(7, 8))
     found["later"] = whole(averager.average())
     swapped = fully_shard(net(), mesh=DeviceMesh("cpu", [1, 0]))  # the other's parts
@@ -158,8 +158,11 @@ def train(folder: str, attempt: int, size: int, last: int, faults: dict[str, int
         die_before_manifest(fault, other_manifest(Path(folder), dist.get_rank()))
     averager = make(folder)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    told: dict[str, Any] = {"steps": averager.steps, "num_collected": averager.num_collected}
-    if averager.steps:
+    told: dict[str, Any] = {
+        "steps": averager.snapshot_steps,
+        "num_collected": averager.num_collected,
+    }
+    if averager.snapshot_steps:
         averager.bind(sharded(values(0, 0, size), mesh))  # to know what the parts are parts of
         told["digest"] = digest(averager.average(k=len(averager)))
     sharded(values(0, 0, size), mesh)  # the first takes long
@@ -170,7 +173,10 @@ def train(folder: str, attempt: int, size: int, last: int, faults: dict[str, int
         averager.collect(live, step=step)
     averager.wait()
     dist.barrier()
-    print(json.dumps({"steps": averager.steps, "digest": digest(averager.average())}), flush=True)
+    print(
+        json.dumps({"steps": averager.snapshot_steps, "digest": digest(averager.average())}),
+        flush=True,
+    )
 
 
 def die_before_manifest(call: int, other: Path) -> None:
@@ -244,7 +250,7 @@ class Attempts:
 
     def expected(self, last: int) -> str:
         """The digest of the unsharded average of the window that ends with step `last`."""
-        reference = LatestWeightAverager(k=K, before_full="average")
+        reference = LatestWeightAverager(k=K, min_snapshots=1)
         for step in range(max(1, last - K + 1), last + 1):
             attempt = max(i for i, before in enumerate(self.attempts) if before < step)
             reference.collect(values(attempt, step, self.size), step=step)

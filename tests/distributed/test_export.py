@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import on_ranks
 from safetensors.torch import load_file
-from sharded_support import Net, refill
-from support import same_bits
+from support.models import same_bits
+from support.ranks import on_ranks
+from support.sharded import Net, refill
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -295,7 +295,7 @@ def failures(rank: int, folder: str) -> dict[str, str]:
     saving.Window.one_by_one = broken  # type: ignore[method-assign]
     attempt("rank 1 cannot read", lambda: averager.save_pretrained(out))
     saving.Window.one_by_one = one_by_one  # type: ignore[method-assign]
-    early = LatestWeightAverager(k=2, before_full="average")
+    early = LatestWeightAverager(k=2, min_snapshots=1)
     if rank == 0:
         early.collect({"w": torch.ones(3)})
     attempt("rank 1 has nothing", lambda: early.save_pretrained(out))
@@ -314,7 +314,7 @@ def failures(rank: int, folder: str) -> dict[str, str]:
     attempt("exists", lambda: averager.save_pretrained(out))
     attempt("replaced", lambda: averager.save_pretrained(out, overwrite=True))
     if rank == 1:
-        solitary = LatestWeightAverager(k=1, store=DiskStore(f"{folder}/window", alone=True))
+        solitary = LatestWeightAverager(k=1, store=DiskStore(f"{folder}/window", per_process=True))
         solitary.collect({"w": torch.ones(3)})
         solitary.save_pretrained(f"{folder}/by one")
     return told

@@ -18,19 +18,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import on_ranks
-from sharded_support import refill
+from support.ranks import on_ranks
+from support.sharded import refill
+from support.training import run, smoke_plan
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from training import run, smoke_plan
 
+from lawa_lab.recipes.run_folder import RunFolder
+from lawa_lab.recipes.task import Place
 from torch_lawa import LatestWeightAverager, OnPlateau, recalibrate_batch_norm
-from torch_lawa.core import roll_call
 from torch_lawa.errors import LawaError
 from torch_lawa.evaluation import evaluate_side_by_side
-from torch_lawa.recipes.run_folder import RunFolder
-from torch_lawa.recipes.task import Place
+from torch_lawa.ranks import barrier as roll_call
 
 TESTS = Path(__file__).parents[1]
 LATE = 1  # the rank that stands still
@@ -224,7 +224,7 @@ def net() -> nn.Module:
 def save_in_a_loop(folder: str, last: int) -> None:
     """A user's loop: a checkpoint in a new folder after every step; on from the last whole one."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    model, averager = fully_shard(net()), LatestWeightAverager(k=K, before_full="average")
+    model, averager = fully_shard(net()), LatestWeightAverager(k=K, min_snapshots=1)
     averager.bind(model)
     checkpoints = sorted(path.parent for path in Path(folder).glob("*/.metadata"))
     first = 1
@@ -239,7 +239,7 @@ def save_in_a_loop(folder: str, last: int) -> None:
         state = {"model": model.state_dict(), "averager": averager, "step": step}
         dcp.save(state, checkpoint_id=Path(folder) / f"step-{step:04d}")
     average = {n: whole(t) for n, t in averager.average().items()}
-    found = {"first": first, "steps": averager.steps, "average": average}
+    found = {"first": first, "steps": averager.snapshot_steps, "average": average}
     torch.save(found, Path(folder) / f"end-{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -263,7 +263,7 @@ WRITE, INDEX = "os:fsync", "torch.distributed.checkpoint.filesystem:FileSystem.r
                 (0, WRITE, 7, 4),  # rank 0 writes an index, too
                 (0, WRITE, 8, 4),
                 (0, INDEX, 4, 4),
-                (1, "torch_lawa.stores.window:Window.put", 4, 4),  # in `collect`
+                (1, "torch_lawa.window:Window.put", 4, 4),  # in `collect`
                 (0, "torch.distributed.checkpoint:save", 1, 1),
             ]
         ),
@@ -346,14 +346,14 @@ def assert_goes_on(run: Path, whole: Path, parallel: str) -> None:
     )
 
 
-STEP = "torch_lawa.recipes.trainer:Trainer.train_step"
+STEP = "lawa_lab.recipes.trainer:Trainer.train_step"
 FAULTS = [
     ("fsdp", 1, STEP, 25, 20),
     ("fsdp", 0, STEP, 25, 20),
-    ("fsdp", 1, "torch_lawa.stores.window:Window.put", 1, 20),  # in `collect`
+    ("fsdp", 1, "torch_lawa.window:Window.put", 1, 20),  # in `collect`
     ("fsdp", 1, WRITE, 3, 20),  # of its part of the third checkpoint
     ("fsdp", 0, INDEX, 3, 20),
-    ("fsdp", 0, "torch_lawa.recipes.parallel:publish", 3, 20),
+    ("fsdp", 0, "lawa_lab.recipes.parallel:publish", 3, 20),
     ("fsdp", 0, "shutil:rmtree", 2, 30),  # of the second checkpoint, when the third is there
     ("fsdp", 1, WRITE, 1, 0),  # of the first
     ("ddp", 1, STEP, 45, 40),
@@ -361,7 +361,7 @@ FAULTS = [
     ("ddp", 1, STEP, 5, 0),
     ("ddp", 0, "torch:save", 4, 30),
     ("ddp", 0, "os:replace", 6, 30),  # of config.json, two checkpoints, a snapshot, two more
-    ("ddp", 1, "torch_lawa.recipes.trainer:Trainer.evaluate", 1, 20),
+    ("ddp", 1, "lawa_lab.recipes.trainer:Trainer.evaluate", 1, 20),
 ]
 
 
@@ -421,8 +421,8 @@ def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
     [
         ("ddp", STEP, 10, "a roll call after a failed exchange within 5 s"),
         ("fsdp", STEP, 10, "a roll call after a failed exchange within 5 s"),
-        ("ddp", "torch_lawa.recipes.trainer:Trainer.agree", 10, "Trainer.agree within 13.5 s"),
-        ("fsdp", "torch_lawa.recipes.parallel:Shards._state", 3, "Trainer.progress within 13.5 s"),
+        ("ddp", "lawa_lab.recipes.trainer:Trainer.agree", 10, "Trainer.agree within 13.5 s"),
+        ("fsdp", "lawa_lab.recipes.parallel:Shards._state", 3, "Trainer.progress within 13.5 s"),
     ],
 )
 def test_lawa_train_names_a_rank_that_stands_still(
@@ -495,9 +495,11 @@ def test_killed_before_its_first_checkpoint_a_run_writes_its_rows_anew(tmp_path:
 def prepare(how: str) -> None:
     """Change what is not a fault of this process."""
     if how == "no exchange":
-        importlib.import_module("torch_lawa.checkpoints.files")._exchange = lambda *_: False
+        importlib.import_module("torch_lawa.checkpoints.storage.atomic")._exchange = lambda *_: (
+            False
+        )
     elif how == "stall":
-        importlib.import_module("torch_lawa.recipes.machine")._TIMEOUT = timedelta(seconds=15)
+        importlib.import_module("lawa_lab.recipes.machine")._TIMEOUT = timedelta(seconds=15)
 
 
 if __name__ == "__main__":

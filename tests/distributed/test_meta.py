@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ranks import on_ranks
-from sharded_support import refill
+from support.ranks import on_ranks
+from support.sharded import refill
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -76,7 +76,7 @@ def loaded(folder: str) -> dict[str, Tensor]:
     state = {"model": model.state_dict(), "averager": averager}
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
-    assert averager.steps == [STEPS - 1, STEPS]
+    assert averager.snapshot_steps == [STEPS - 1, STEPS]
     collect(model, averager, range(STEPS + 1, STEPS + 2))
     return whole(averager.average())
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
-from sharded_support import Net, refill
+from support.ranks import on_ranks
+from support.sharded import Net, refill
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import on_ranks
 from safetensors.torch import load_file
+from support.ranks import on_ranks
+from support.training import rows_of, run, smoke_plan
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from training import rows_of, run, smoke_plan
 
-from torch_lawa.core.records import Row
+from lawa_lab.recipes.machine import choose_place
+from lawa_lab.recipes.optimizers import build_optimizer
 from torch_lawa.errors import StateError
-from torch_lawa.recipes.machine import choose_place
-from torch_lawa.recipes.optimizers import build_optimizer
+from torch_lawa.metrics import Row
 
 TESTS = str(Path(__file__).parents[1])
 

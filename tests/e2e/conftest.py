@@ -12,7 +12,7 @@ Lawa = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(scope="session")
 def endpoint() -> Iterator[str]:
-    from s3_support import start_server
+    from support.s3 import start_server
 
     server, url = start_server()
     yield url

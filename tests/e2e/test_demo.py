@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from torch_lawa.core.records import Row, read_metrics
-from torch_lawa.recipes.configs import DigitsConfig
-from torch_lawa.recipes.digits import build_model, evaluate, load_data
-from torch_lawa.reporting.savings import Metric, compare
+from lawa_lab.recipes.configs import DigitsConfig
+from lawa_lab.recipes.digits import build_model, evaluate, load_data
+from lawa_lab.report.savings import Metric, compare
+from torch_lawa.metrics import Row, read_metrics
 
 LAWA = [sys.executable, "-c", "from torch_lawa.cli.main import main; main()"]
 EPOCHS, K = 5, 2

@@ -52,7 +52,7 @@ for step in range(first, 120):
 digest = hashlib.sha256()
 for name, tensor in sorted(averager.average().items()):
     digest.update(name.encode() + tensor.numpy().tobytes())
-print("end", digest.hexdigest(), averager.steps, flush=True)
+print("end", digest.hexdigest(), averager.snapshot_steps, flush=True)
 """
 
 

@@ -9,7 +9,8 @@ import fsspec
 import pytest
 import s3fs
 import torch
-from s3_support import (
+from safetensors.torch import load, save, save_file
+from support.s3 import (
     STEPS,
     State,
     assert_equal,
@@ -20,10 +21,9 @@ from s3_support import (
     start_server,
     write_shards,
 )
-from safetensors.torch import load, save, save_file
 
-from torch_lawa.checkpoints.opening import open_checkpoint
-from torch_lawa.checkpoints.places import parse_place
+from torch_lawa.checkpoints.formats.opening import open_checkpoint
+from torch_lawa.checkpoints.storage.paths import parse_place
 
 Lawa = Callable[..., tuple[int, str, str]]
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from s3_support import assert_equal, make_states, names_in, read_shards, write_shards
 from safetensors.torch import load
+from support.s3 import assert_equal, make_states, names_in, read_shards, write_shards
 
 Lawa = Callable[..., tuple[int, str, str]]
 
 KILLED = """
 import os, signal, sys
-from torch_lawa.checkpoints.places import RemotePlace
+from torch_lawa.checkpoints.storage.paths import RemotePlace
 from torch_lawa.cli.main import main
 upload, done = RemotePlace.upload, []
 def until_killed(self, path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from team_support import alone, contents, end_all, environment, finish, make_run, start
+from support.team import alone, contents, end_all, environment, finish, make_run, start
 
 
 @pytest.fixture(autouse=True)

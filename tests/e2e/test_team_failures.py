@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from team_support import AT, Ended, alone, end_all, finish, start
+from support.team import AT, Ended, alone, end_all, finish, start
 
 from torch_lawa.offline.team import find_team
 

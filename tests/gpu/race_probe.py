@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 
 import torch
-from cuda_support import DEVICE, Weights, agree, make
+from support.cuda import DEVICE, Weights, agree, make
 from torch import nn
 
 

@@ -4,8 +4,8 @@ import gc
 
 import pytest
 import torch
-from cuda_support import settled
-from support import round_fraction, same_bits, true_mean
+from support.cuda import settled
+from support.models import round_fraction, same_bits, true_mean
 from torch import nn
 
 from torch_lawa import DiskStore, LatestWeightAverager
@@ -45,7 +45,7 @@ def test_weights_that_move_on_at_once_do_not_change_the_snapshot(
 ) -> None:  # type: ignore[no-untyped-def]
     """Overwrite the weights as soon as `collect` returns, while copies are under way."""
     model = nn.Sequential(nn.Linear(1500, 2000), nn.Linear(2000, 1000)).cuda().to(dtype)
-    averager = make(kind, tmp_path, k=3, sliding=sliding)
+    averager = make(kind, tmp_path, k=3, _sliding=sliding)
     history: list[list[torch.Tensor]] = []
     for i in range(30):
         with torch.no_grad():

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_support import one_rank
 from safetensors.torch import load_file
-from support import same_bits
+from support.cuda import one_rank
+from support.models import same_bits
 from torch import nn
 
 from torch_lawa import LatestWeightAverager

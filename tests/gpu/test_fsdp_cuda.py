@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cuda_support import make, one_rank, settled, sleep
-from support import same_bits
+from support.cuda import make, one_rank, settled, sleep
+from support.models import same_bits
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -227,7 +227,7 @@ def test_saved_and_loaded_with_dcp(how: str, kind: str, asynchronous: bool, tmp_
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
     assert_same(model.state_dict(), run.taken[-1])
-    assert loaded.steps == list(range(STEPS - K + 1, STEPS + 1))
+    assert loaded.snapshot_steps == list(range(STEPS - K + 1, STEPS + 1))
     assert_same(loaded.average(), want)
     with loaded.swapped_into(model):
         assert_same(model.state_dict(), want)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_support import DEVICE, Poison, Weights, agree, make, settled, sleep
+from support.cuda import DEVICE, Poison, Weights, agree, make, settled, sleep
 from torch import Tensor, nn
 
 from torch_lawa import LatestWeightAverager

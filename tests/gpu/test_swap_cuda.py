@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import same_bits
+from support.models import same_bits
 from torch import Tensor, nn
 
 from torch_lawa import DiskStore, LatestWeightAverager

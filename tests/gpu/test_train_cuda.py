@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import free_port
-from training import rows_of, run, smoke_plan
+from support.ranks import free_port
+from support.training import rows_of, run, smoke_plan
 
+from lawa_lab.recipes.data.tokens import Tokens
+from lawa_lab.recipes.machine import repeatable
+from lawa_lab.recipes.replay import RunEvaluator
+from lawa_lab.recipes.task import Place, seeded
+from lawa_lab.recipes.trainer import Trainer
+from lawa_lab.recipes.wikitext import MaskedLanguageTask
 from torch_lawa.offline.sweep import plan_sweep, run_sweep
-from torch_lawa.recipes.data.tokens import Tokens
-from torch_lawa.recipes.machine import repeatable
-from torch_lawa.recipes.replay import RunEvaluator
-from torch_lawa.recipes.task import Place, seeded
-from torch_lawa.recipes.trainer import Trainer
-from torch_lawa.recipes.wikitext import MaskedLanguageTask
 
 pytestmark = [
     pytest.mark.gpu,

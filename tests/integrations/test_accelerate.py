@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
-from ranks import on_ranks
+from support.ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -118,8 +118,8 @@ def resume_exactly(folder: Path, **options: Any) -> dict[str, Tensor]:
     GradientState._reset_state()
     second = Run(folder / "parts", seed=99, **options)
     second.accelerator.load_state()
-    assert second.averager.steps == [
-        s - len(straight.weights) // 3 for s in straight.averager.steps
+    assert second.averager.snapshot_steps == [
+        s - len(straight.weights) // 3 for s in straight.averager.snapshot_steps
     ]
     # Automatic names are counted by the run, and are not part of what is loaded.
     second.accelerator.project_configuration.iteration = 2
@@ -127,7 +127,7 @@ def resume_exactly(folder: Path, **options: Any) -> dict[str, Tensor]:
     assert same(whole(second.model), whole(straight.model))
     average = gathered(second.averager.average())
     assert same(average, mean(straight.weights[-K:]))
-    assert second.averager.steps == straight.averager.steps
+    assert second.averager.snapshot_steps == straight.averager.snapshot_steps
     assert second.averager.num_collected == straight.averager.num_collected
     assert second.loss() == straight.loss()
     return average
@@ -283,7 +283,7 @@ def test_resumed_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     found, resumed = run(tmp_path / "parts", seed=99)
     assert same(found, expected)
     assert same(resumed.average(), straight.average())
-    assert resumed.steps == straight.steps == [20, 22, 24]
+    assert resumed.snapshot_steps == straight.snapshot_steps == [20, 22, 24]
 
 
 def test_shards_in_another_window_say_why(tmp_path: Path) -> None:

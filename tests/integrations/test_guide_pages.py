@@ -13,11 +13,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support import same_bits
-from timm_support import import_timm
+from support.models import same_bits
+from support.timm import import_timm
+from support.transformers import tiny_model
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
-from transformers_support import tiny_model
 
 from torch_lawa import Every, LatestWeightAverager, recalibrate_batch_norm
 from torch_lawa.cli import main

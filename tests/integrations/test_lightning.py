@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning_support import QUIET, Net, Watch, loader, loss, mean, same, trainer, weights
+from support.lightning import QUIET, Net, Watch, loader, loss, mean, same, trainer, weights
 
 from torch_lawa import DiskStore
 from torch_lawa.errors import ConfigError
@@ -81,7 +81,7 @@ def test_sanity_checking_and_two_fits_in_a_row(tmp_path):
     run.fit(model, loader(), loader(seed=1))
     assert len(seen) > 1
     assert all(same(state, raw) for state in seen)
-    assert averaging.averager.steps == [6, 9]
+    assert averaging.averager.snapshot_steps == [6, 9]
 
 
 def test_a_new_run_begins_a_new_window(tmp_path):
@@ -90,7 +90,7 @@ def test_a_new_run_begins_a_new_window(tmp_path):
     model, watch = Net(lr=0.01), Watch()
     with pytest.warns(UserWarning, match="up to step 9 of another one: a new window begins"):
         trainer(tmp_path, averaging, watch, max_epochs=2).fit(model, loader())
-    assert averaging.averager.steps == [3, 6]
+    assert averaging.averager.snapshot_steps == [3, 6]
     assert same(averaging.averager.average(), mean(watch.epochs))
 
 
@@ -101,7 +101,7 @@ def test_a_window_is_not_mixed_with_that_of_another_model(tmp_path):
     run.fit_loop.max_epochs = 4
     with pytest.warns(UserWarning, match="a new window begins"):
         run.fit(other, loader())
-    assert averaging.averager.steps == [9, 12]
+    assert averaging.averager.snapshot_steps == [9, 12]
     assert same(averaging.averager.average(), mean(watch.epochs[2:]))
 
 
@@ -164,7 +164,7 @@ def test_steps_of_the_optimizer_are_counted(tmp_path):
     run = trainer(tmp_path, watch, averaging, max_epochs=3, accumulate_grad_batches=2)
     run.fit(Net(), loader(size=48))  # six batches and three steps an epoch
     assert run.global_step == 9
-    assert averaging.averager.steps == [6, 8]
+    assert averaging.averager.snapshot_steps == [6, 8]
     assert averaging.averager.num_collected == 3  # after 4, 6 and 8 steps
     assert same(averaging.averager.average(), mean([watch.steps[6], watch.steps[8]]))
 
@@ -190,7 +190,7 @@ def test_several_optimizers_step_over_the_multiples(tmp_path):
     run = trainer(tmp_path, averaging, max_epochs=4)
     run.fit(Manual(), loader())
     assert run.global_step == 24
-    assert averaging.averager.steps == [6, 10, 16, 20]  # when 5, 10, 15 and 20 were passed
+    assert averaging.averager.snapshot_steps == [6, 10, 16, 20]  # when 5, 10, 15 and 20 were passed
 
 
 def test_should_update_may_be_overridden(tmp_path):
@@ -204,7 +204,7 @@ def test_should_update_may_be_overridden(tmp_path):
     trainer(tmp_path, averaging, max_epochs=3).fit(Net(), loader())
     assert [step for step, _ in asked if step is not None] == list(range(9))
     assert [epoch for _, epoch in asked if epoch is not None] == [0, 1, 2]
-    assert averaging.averager.steps == [5, 9]
+    assert averaging.averager.snapshot_steps == [5, 9]
 
 
 @pytest.mark.parametrize("side_by_side", [False, True])
@@ -279,8 +279,8 @@ def test_max_steps_in_the_middle_of_an_epoch(tmp_path):
     averaging.side_by_side = True
     run = trainer(tmp_path, watch, averaging, by_steps, max_steps=8)
     run.fit(model, loader(), loader(seed=1))  # three steps an epoch
-    assert averaging.averager.steps == [3, 6]  # what was left of the third epoch is none
-    assert by_steps.averager.steps == [4, 6, 8]
+    assert averaging.averager.snapshot_steps == [3, 6]  # what was left of the third epoch is none
+    assert by_steps.averager.snapshot_steps == [4, 6, 8]
     assert same(weights(model), watch.steps[8])
     assert same(by_steps.averager.average(), mean([watch.steps[i] for i in (4, 6, 8)]))
 
@@ -328,7 +328,7 @@ def test_the_window_may_live_on_disk(tmp_path):
         ({"schedule": None}, "update_every_n_steps, update_every_n_epochs or an overridden"),
         ({"name": ""}, "give the ending of metric names"),
         ({"batch_norm_batches": -1}, "or 0 to keep the statistics"),
-        ({"before_full": "never"}, "before_full='never': choose one of 'wait', 'average'"),
+        ({"min_snapshots": 0}, "min_snapshots=0"),
     ],
 )
 def test_bad_configuration_is_refused_at_once(options, message):
@@ -402,7 +402,7 @@ trainer = pl.Trainer(max_epochs=3, accelerator="cpu", logger=False, callbacks=[a
 data = torch.utils.data.DataLoader(torch.randn(8, 2))
 trainer.fit(Net(), data, data)
 trainer.validate(Net(), data, ckpt_path="best")
-print(sorted(trainer.callback_metrics), averaging.averager.steps)
+print(sorted(trainer.callback_metrics), averaging.averager.snapshot_steps)
 """
 
 

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
-from lightning_support import (
+from support.lightning import (
     QUIET,
     Net,
     Watch,

@@ -12,9 +12,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from lightning_support import QUIET, Net, Watch, Weights, loader, loss, mean, same, trainer, weights
-from ranks import on_ranks
 from safetensors.torch import load_file
+from support.lightning import QUIET, Net, Watch, Weights, loader, loss, mean, same, trainer, weights
+from support.ranks import on_ranks
 from torch.multiprocessing import ProcessExitedException
 
 from torch_lawa.errors import NotReadyError, StateError
@@ -76,7 +76,7 @@ SCHEDULES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"update_every_n_steps": 1}, {"every_n_epochs": 1}, {"val_check_interval": 0.34}),
     ({"side_by_side": True}, {"monitor": "val_loss_averaged"}, {}),
     ({"update_every_n_steps": 2}, {"every_n_train_steps": 3}, {}),
-    ({"update_every_n_epochs": 2, "before_full": "average"}, {"every_n_train_steps": 6}, {}),
+    ({"update_every_n_epochs": 2, "min_snapshots": 1}, {"every_n_train_steps": 6}, {}),
     ({}, {"every_n_epochs": 2}, {"check_val_every_n_epoch": 2}),
 ]
 
@@ -100,7 +100,7 @@ def test_a_crashed_run_goes_on_bit_for_bit(tmp_path, averaging, saving, options,
     for ours, theirs in ((rest.validated, whole.validated), (rest.epochs, whole.epochs)):
         assert all(map(same, ours, theirs[-len(ours) :]))
     assert rest.metrics == whole.metrics[-len(rest.metrics) :]
-    assert resumed.averager.steps == all_of_it.averager.steps
+    assert resumed.averager.snapshot_steps == all_of_it.averager.snapshot_steps
     assert resumed.averager.num_collected == all_of_it.averager.num_collected
     assert same(resumed.averager.average(), all_of_it.averager.average())
 
@@ -214,7 +214,7 @@ def test_checkpoints_hold_the_trained_weights_whenever_they_are_saved(tmp_path, 
     resumed = LatestWeightAveraging(k=2)
     other = trainer(tmp_path, resumed)
     other.validate(Net(batch_norm=True), loader(seed=1), ckpt_path=tmp_path / "inside.ckpt")
-    assert resumed.averager.steps == [6, 9]
+    assert resumed.averager.snapshot_steps == [6, 9]
 
 
 def test_the_signal_of_a_cluster_saves_the_trained_weights_in_either_evaluation(tmp_path):
@@ -256,17 +256,17 @@ class SaveEarly(Callback):
 @pytest.mark.parametrize("step", [7, 9])  # in the middle of an epoch, and at its end
 @pytest.mark.parametrize("options", [{}, {"update_every_n_steps": 3}, {"update_every_n_steps": 7}])
 def test_a_batch_that_it_was_not_told_of_is_made_up_for(tmp_path, step, options):
-    path, k = tmp_path / "early.ckpt", {"k": 6, "before_full": "average"}
+    path, k = tmp_path / "early.ckpt", {"k": 6, "min_snapshots": 1}
     whole, resumed = (LatestWeightAveraging(**k, **options) for _ in range(2))
     fit(tmp_path, SaveEarly(path, step), whole)
     fit(tmp_path, resumed, ckpt=path)
-    assert resumed.averager.steps == whole.averager.steps
+    assert resumed.averager.snapshot_steps == whole.averager.snapshot_steps
     assert same(resumed.averager.average(), whole.averager.average())
     # One that joins there has missed what was before.
     joined = LatestWeightAveraging(**k, **options, name="other")
     with pytest.warns(UserWarning, match="windows of the names .'averaged'. only"):
         fit(tmp_path, joined, ckpt=path)
-    assert joined.averager.steps == [s for s in whole.averager.steps if s > step]
+    assert joined.averager.snapshot_steps == [s for s in whole.averager.snapshot_steps if s > step]
 
 
 def test_windows_leave_with_their_checkpoints(tmp_path):
@@ -284,7 +284,7 @@ def test_a_link_to_the_last_checkpoint_has_its_window(tmp_path):
     assert (folder / "last.ckpt").is_symlink()
     resumed = LatestWeightAveraging(k=2)
     fit(tmp_path, resumed, ckpt=folder / "last.ckpt", max_epochs=5)
-    assert resumed.averager.steps == [12, 15]
+    assert resumed.averager.snapshot_steps == [12, 15]
 
 
 def run_twice(folder: Path) -> tuple[Path, Watch]:
@@ -326,7 +326,7 @@ def test_killed_while_a_checkpoint_is_overwritten(tmp_path, monkeypatch):
     monkeypatch.undo()
     third = LatestWeightAveraging(k=2)
     trainer(tmp_path, third).validate(Net(), loader(seed=1), ckpt_path=path, verbose=False)
-    assert third.averager.steps == [6, 9]
+    assert third.averager.snapshot_steps == [6, 9]
     # Both are written, and the window has not taken its place yet.
     monkeypatch.setattr("torch_lawa.integrations.lightning.side_files.publish", killed)
     with pytest.raises(ConnectionError):
@@ -336,7 +336,7 @@ def test_killed_while_a_checkpoint_is_overwritten(tmp_path, monkeypatch):
     monkeypatch.undo()
     fourth = LatestWeightAveraging(k=2)
     trainer(tmp_path, fourth).validate(Net(), loader(seed=1), ckpt_path=path, verbose=False)
-    assert fourth.averager.steps == [9, 12]
+    assert fourth.averager.snapshot_steps == [9, 12]
     # The next save leaves nothing behind.
     run.save_checkpoint(path)
     assert names(tmp_path) == {"last.ckpt", "last.ckpt.lawa", "third.ckpt", "third.ckpt.lawa"}
@@ -377,7 +377,7 @@ def test_a_window_that_is_missing_damaged_or_of_another_checkpoint(tmp_path):
     averaging = LatestWeightAveraging(k=2)
     with pytest.warns(UserWarning, match=r"last.ckpt.lawa is not there: .* an empty window"):
         fit(tmp_path, averaging, ckpt=path, max_epochs=4)
-    assert averaging.averager.steps == [12]
+    assert averaging.averager.snapshot_steps == [12]
     # A checkpoint without averaging: its own weights, not the window of another run.
     fit(tmp_path, save(tmp_path / "plain.ckpt"), max_epochs=1)
     run = trainer(tmp_path, LatestWeightAveraging(k=2), max_epochs=3)
@@ -395,15 +395,15 @@ def test_averaging_may_join_a_run(tmp_path):
     by_epochs = LatestWeightAveraging(k=2, side_by_side=True)
     fit(tmp_path, by_steps, by_epochs, ckpt=tmp_path / "plain.ckpt", max_epochs=5)
     assert by_steps.averager.num_collected == 1
-    assert by_steps.averager.steps == [12]
-    assert by_epochs.averager.steps == [12, 15]
+    assert by_steps.averager.snapshot_steps == [12]
+    assert by_epochs.averager.snapshot_steps == [12, 15]
 
 
 def test_another_k_takes_what_fits(tmp_path):
     path, watch = run_twice(tmp_path)
-    averaging = LatestWeightAveraging(k=3, before_full="average")
+    averaging = LatestWeightAveraging(k=3, min_snapshots=1)
     trainer(tmp_path, averaging).validate(Net(), loader(), ckpt_path=path, verbose=False)
-    assert averaging.averager.steps == [6, 9]
+    assert averaging.averager.snapshot_steps == [6, 9]
     assert same(averaging.averager.average(k=1), watch.epochs[-1])
 
 
@@ -419,7 +419,7 @@ def test_two_windows_beside_one_checkpoint(tmp_path):
     fit(tmp_path, *first, save(path), max_epochs=4)
     trainer(tmp_path, *second).validate(Net(), loader(), ckpt_path=path, verbose=False)
     for a, b in zip(first, second, strict=True):
-        assert a.averager.steps == b.averager.steps
+        assert a.averager.snapshot_steps == b.averager.snapshot_steps
         assert same(a.averager.average(), b.averager.average())
 
 
@@ -485,7 +485,7 @@ def test_other_places_and_other_writers(tmp_path):
     fit(tmp_path, first, saving, max_epochs=3)
     resumed = LatestWeightAveraging(k=2)
     fit(tmp_path, resumed, ckpt=f"{folder}/last.ckpt", max_epochs=4)
-    assert resumed.averager.steps == [9, 12]
+    assert resumed.averager.snapshot_steps == [9, 12]
     assert [
         f.rsplit("/", 1)[1] for f in sorted(saving._fs.ls("/run/checkpoints", detail=False))
     ] == [
@@ -498,4 +498,4 @@ def test_other_places_and_other_writers(tmp_path):
     fit(tmp_path, LatestWeightAveraging(k=2), saving, max_epochs=3, plugins=[AsyncCheckpointIO()])
     resumed = LatestWeightAveraging(k=2)
     fit(tmp_path, resumed, ckpt=tmp_path / "async" / "last.ckpt", max_epochs=4)
-    assert resumed.averager.steps == [9, 12]
+    assert resumed.averager.snapshot_steps == [9, 12]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
-from lightning_support import Net, Weights, by_hand, data, mean, same, trainer, weights
-from ranks import on_ranks
+from support.lightning import Net, Weights, by_hand, data, mean, same, trainer, weights
+from support.ranks import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -126,7 +126,7 @@ def run(
         "epochs": watch.epochs,
         "validated": watch.validated,
         "metrics": watch.metrics,
-        "steps": averaging.averager.steps,
+        "steps": averaging.averager.snapshot_steps,
         "final": whole(trained),
     }
     if kind == "ddp":

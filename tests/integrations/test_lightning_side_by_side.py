@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning_support import QUIET, Net, Watch, loader, loss, mean, same, trainer, weights
+from support.lightning import QUIET, Net, Watch, loader, loss, mean, same, trainer, weights
 
 from torch_lawa.errors import ConfigError
 from torch_lawa.integrations.lightning import LatestWeightAveraging

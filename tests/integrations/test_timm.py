@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from support import same_bits
-from timm_support import import_timm
+from support.models import same_bits
+from support.timm import import_timm
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import update_bn
@@ -23,7 +23,7 @@ from torch_lawa.integrations.torch_swa import from_averaged_model, to_averaged_m
 def timm() -> ModuleType:
     module = import_timm()
     if module is None:
-        pytest.skip("timm is not installed here; tests/timm_support.py says how to")
+        pytest.skip("timm is not installed here; tests/support/timm.py says how to")
     return module
 
 

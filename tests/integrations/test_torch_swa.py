@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import same_bits
+from support.models import same_bits
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn

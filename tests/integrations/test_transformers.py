@@ -9,13 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    EarlyStoppingCallback,
-    Trainer,
-    TrainerCallback,
-)
-from transformers_support import (
+from support.transformers import (
     MODEL,
     OTHER,
     TRAIN,
@@ -32,6 +26,12 @@ from transformers_support import (
     tiny_model,
     trainer,
     weights_of,
+)
+from transformers import (
+    AutoModelForCausalLM,
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
 )
 
 from torch_lawa import DiskStore, Exponential, average_checkpoints, plan_average
@@ -111,7 +111,7 @@ def test_steps_are_optimizer_steps(tmp_path: Path) -> None:
     )
     ran.train()
     assert ran.state.global_step == 12
-    assert callback.averager.steps == [6, 9, 12]
+    assert callback.averager.snapshot_steps == [6, 9, 12]
     assert callback.averager.num_collected == 4
     assert same(callback.averager.average(), recorder.mean(6, 9, 12))
 
@@ -121,14 +121,14 @@ def test_whole_epochs_also_where_the_run_ends_within_one(tmp_path: Path) -> None
     ran = trainer(tmp_path, callback, max_steps=20, save_strategy="epoch", eval_strategy="epoch")
     ran.train()
     assert ran.state.epoch == 2.5
-    assert callback.averager.steps == [8, 16]
+    assert callback.averager.snapshot_steps == [8, 16]
     assert history(ran, "eval_averaged_loss").keys() == {16, 20}
 
 
 def test_every_second_epoch_and_a_fraction_left_out(tmp_path: Path) -> None:
     callback = averaging(k=2, collect_strategy="epoch", collect_every=2, start=0.25)
     trainer(tmp_path, callback, max_steps=-1, num_train_epochs=8, save_strategy="no").train()
-    assert callback.averager.steps == [48, 64]
+    assert callback.averager.snapshot_steps == [48, 64]
     assert callback.averager.num_collected == 3  # epochs 4, 6 and 8
 
 
@@ -359,7 +359,7 @@ def test_training_again_begins_a_new_window(tmp_path: Path) -> None:
     ran = trainer(tmp_path, callback, recorder)
     ran.train()
     ran.train()
-    assert callback.averager.steps == [8, 10, 12]
+    assert callback.averager.snapshot_steps == [8, 10, 12]
     assert same(callback.averager.average(), recorder.mean(8, 10, 12))
     assert len(history(ran, "eval_averaged_loss")) == 4
 
@@ -534,7 +534,7 @@ def test_epochs_of_data_without_a_length(tmp_path: Path) -> None:
         ran.train()
     callback = averaging(collect_strategy="steps")
     trainer(tmp_path, callback, train_dataset=Stream()).train()
-    assert callback.averager.steps == [10, 11, 12]
+    assert callback.averager.snapshot_steps == [10, 11, 12]
 
 
 def test_a_trainer_without_the_mixin_and_two_callbacks_are_refused(tmp_path: Path) -> None:

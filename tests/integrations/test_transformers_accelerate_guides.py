@@ -9,10 +9,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
+from support.transformers import TRAIN, VALID, arguments, history, same, tiny_model, weights_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-from transformers_support import TRAIN, VALID, arguments, history, same, tiny_model, weights_of
 
 from torch_lawa.errors import ConfigError
 from torch_lawa.integrations.accelerate import register_averager

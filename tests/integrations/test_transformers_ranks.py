@@ -11,11 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
-from ranks import on_ranks
 from safetensors.torch import load_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM, set_seed
-from transformers_support import (
+from support.ranks import on_ranks
+from support.transformers import (
     MODEL,
     TRAIN,
     VALID,
@@ -30,6 +28,8 @@ from transformers_support import (
     trainer,
     weights_of,
 )
+from torch import Tensor
+from transformers import AutoModelForCausalLM, set_seed
 
 
 def shard_on_cpus() -> None:

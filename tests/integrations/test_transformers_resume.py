@@ -12,15 +12,7 @@ import torch
 from accelerate.state import GradientState
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from transformers import (
-    ResNetConfig,
-    ResNetForImageClassification,
-    Trainer,
-    TrainerState,
-    set_seed,
-)
-from transformers_support import (
+from support.transformers import (
     MODEL,
     VALID,
     WINDOW,
@@ -35,6 +27,14 @@ from transformers_support import (
     tiny_model,
     trainer,
     weights_of,
+)
+from torch import Tensor, nn
+from transformers import (
+    ResNetConfig,
+    ResNetForImageClassification,
+    Trainer,
+    TrainerState,
+    set_seed,
 )
 
 from torch_lawa import DiskStore, recalibrate_batch_norm
@@ -100,7 +100,7 @@ def test_resumed_from_a_checkpoint_elsewhere_and_with_a_smaller_window(tmp_path:
     small = averaging(k=2)
     resumed = trainer(tmp_path / "b", small, model=tiny_model(seed=99))
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-8"))
-    assert small.averager.steps == [10, 12]
+    assert small.averager.snapshot_steps == [10, 12]
     assert same(saved(tmp_path / "b" / "checkpoint-10" / MODEL), recorder.mean(8, 10))
 
 
@@ -123,7 +123,7 @@ def test_a_checkpoint_without_a_window_begins_one(
     callback = averaging(k=3)
     trainer(tmp_path, callback).train(resume_from_checkpoint=True)
     assert "checkpoint-4 holds no window of snapshots" in caplog.text
-    assert callback.averager.steps == [8, 10, 12]
+    assert callback.averager.snapshot_steps == [8, 10, 12]
     assert callback.averager.num_collected == 4
 
 
@@ -136,7 +136,7 @@ def test_a_window_on_disk_is_not_that_of_another_checkpoint(tmp_path: Path) -> N
     second = averaging(k=3, store=DiskStore(tmp_path / "window"))
     resumed = trainer(tmp_path / "run", second, max_steps=14)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-8"))
-    assert second.averager.steps == [10, 12, 14]
+    assert second.averager.snapshot_steps == [10, 12, 14]
 
 
 def test_a_resume_that_failed_leaves_nothing_to_a_new_run(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_resume_that_failed_leaves_nothing_to_a_new_run(tmp_path: Path) -> Non
         ran.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
     ran.remove_callback(failing)
     ran.train()
-    assert callback.averager.steps == [8, 10, 12]
+    assert callback.averager.snapshot_steps == [8, 10, 12]
     assert not (tmp_path / "b" / "checkpoint-4" / MODEL).exists()
 
 
@@ -201,7 +201,7 @@ def test_a_window_on_disk_goes_back_with_the_run(tmp_path: Path) -> None:
     second = averaging(k=3, store=DiskStore(tmp_path / "window"))
     resumed = trainer(tmp_path / "run", second, model=tiny_model(seed=99), max_steps=10)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-6"))
-    assert second.averager.steps == [6, 8, 10]
+    assert second.averager.snapshot_steps == [6, 8, 10]
     assert same(second.averager.average(), recorder.mean(6, 8, 10))
 
 
@@ -209,7 +209,7 @@ _KILLED = """
 import os, sys
 from pathlib import Path
 from transformers import TrainerCallback
-from transformers_support import averaging, trainer
+from support.transformers import averaging, trainer
 
 class Kill(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):

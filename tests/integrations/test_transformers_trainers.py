@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
-from transformers_support import (
+from support.transformers import (
     OTHER,
     TRAIN,
     VALID,
@@ -21,6 +19,8 @@ from transformers_support import (
     trainer,
     weights_of,
 )
+from torch import Tensor, nn
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from torch_lawa.integrations.transformers import LatestWeightAveragingMixin
 

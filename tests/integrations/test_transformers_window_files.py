@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import on_ranks
+from support.ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -53,7 +53,7 @@ def test_shards_are_loaded_by_one_process(tmp_path: Path) -> None:
     model = net()
     expected, again = collected(net()), LatestWeightAverager(k=K)
     assert load_window(again, model, tmp_path / "window")
-    assert again.steps == [3, 4, 5]
+    assert again.snapshot_steps == [3, 4, 5]
     assert same(again.average(), expected.average())
     # Now it belongs to a model that is not sharded, and is saved so, in place of the folder.
     save_window(again, model, tmp_path / "window", writes=True)
@@ -66,7 +66,7 @@ def test_shards_are_loaded_by_one_process(tmp_path: Path) -> None:
 def test_there_may_be_none(tmp_path: Path) -> None:
     averager = collected(net())
     assert not load_window(averager, net(), tmp_path / "window")
-    assert averager.steps == [3, 4, 5]
+    assert averager.snapshot_steps == [3, 4, 5]
 
 
 def test_only_the_one_that_writes_does(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from torch_lawa.core.units import format_bytes, parse_bytes
+from torch_lawa.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from torch_lawa.offline import Plan, Result
@@ -19,7 +19,7 @@ Examples:
   lawa average runs/gpt --at 9000 --last 6 -o averaged    the six up to step 9000
   lawa average a.pt b.pt --weights 1,3 -o mean.pt         files, b counting three times
   lawa average 's3://bucket/run/step-*' -o averaged       patterns and URLs
-  lawa average runs/gpt --last 8 --coefficients decay:1-sqrt -o averaged
+  lawa average runs/gpt --last 8 --coefficients annealing:1-sqrt -o averaged
 
 \b
 Several processes or machines that share a disk make one result together:
@@ -40,7 +40,7 @@ Several processes or machines that share a disk make one result together:
     default="uniform",
     show_default=True,
     metavar="RULE",
-    help="uniform, exponential:ALPHA, decay:linear|1-sqrt|cosine, explicit:W,W,... (oldest first).",
+    help="uniform, exponential:ALPHA, annealing:linear|1-sqrt|cosine, explicit:W,W,...",
 )
 @click.option("--weights", metavar="W,W,...", help="One weight for each INPUT, in their order.")
 @click.option("--dtype", metavar="DTYPE", help="Write floats as float32, bfloat16, ...")

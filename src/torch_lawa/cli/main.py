@@ -1,12 +1,17 @@
-"""The command `lawa`: its verbs, loaded when they are called, and what an exit code means.
+"""The `lawa` command: finds its verbs, loads one when it is called, and maps errors to exit codes.
 
-0 is well, 1 failed, 2 a mistake on the command line, 130 stopped by Ctrl-C. Nothing heavy is
-imported here: `lawa --help` must answer at once.
+Exit codes: 0 success, 1 failure, 2 usage error, 130 interrupted. Nothing heavy is imported here, so
+that `lawa --help` answers at once. Other packages add verbs through the entry-point group
+`lawa.verbs`; each entry is a table like `_VERBS`. That is how the lab's train, report and demo get
+here without the library importing the lab.
 """
 
 import contextlib
 import importlib
 import sys
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import entry_points
 
 import click
 
@@ -15,45 +20,54 @@ from torch_lawa.errors import LawaError
 
 __all__ = ["lawa", "main"]
 
-# What `lawa --help` says of each verb; its module `torch_lawa.cli.<verb>` has the rest.
-_VERBS = {
-    "average": "Average checkpoints: files, folders, patterns, URLs or a run.",
-    "sweep": "Average many windows of a run in one pass and evaluate them.",
-    "inspect": "Show what a checkpoint holds, or how two differ.",
-    "watch": "Follow a live run and write a new average when a checkpoint lands.",
-    "train": "Train a recipe of the paper with averaging inside.",
-    "report": "Show what averaging saved: tables, figures, one page.",
-    "plan": "Work out what a window costs a run: memory, bytes, time.",
-    "demo": "Train a small net on embedded data and show what averaging saved.",
+# Verb: (module that defines `command`, one line for `lawa --help`).
+Verbs = Mapping[str, tuple[str, str]]
+_VERBS: Verbs = {
+    "average": ("torch_lawa.cli.average", "Average checkpoints: files, folders, URLs or a run."),
+    "sweep": ("torch_lawa.cli.sweep", "Average many windows of a run in one pass; evaluate them."),
+    "watch": ("torch_lawa.cli.watch", "Follow a live run; average again at every new checkpoint."),
+    "inspect": ("torch_lawa.cli.inspect", "Show what a checkpoint holds, or how two differ."),
+    "plan": ("torch_lawa.cli.plan", "Estimate what averaging costs: memory, bandwidth, time."),
 }
 
 
-class _Verbs(click.Group):
+@cache
+def _verbs() -> dict[str, tuple[str, str]]:
+    """Our own verbs and those of installed packages."""
+    verbs = dict(_VERBS)
+    for entry in entry_points(group="lawa.verbs"):
+        verbs |= entry.load()
+    return verbs
+
+
+class _Lawa(click.Group):
     """Imports the module of a verb only when that verb is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_VERBS)
+        return list(_verbs())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _VERBS:
+        if cmd_name not in _verbs():
             return None
-        command = importlib.import_module(f"torch_lawa.cli.{cmd_name}").command
+        module, _ = _verbs()[cmd_name]
+        command = importlib.import_module(module).command
         assert isinstance(command, click.Command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(_VERBS.items()))
+            formatter.write_dl([(verb, summary) for verb, (_, summary) in _verbs().items()])
 
 
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Lawa, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="lawa")
 def lawa() -> None:
     """LAtest Weight Averaging: better weights while the model is still training."""
 
 
-def main(args: list[str] | None = None) -> None:
-    """Run the command and exit with its code."""
+def main(args: list[str] | None = None, *, verbs: Verbs | None = None) -> None:
+    """Run the command, with `verbs` that are not installed as entry points, and exit."""
+    _verbs().update(verbs or {})
     sys.exit(_run(args))
 
 

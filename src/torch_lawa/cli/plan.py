@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from torch_lawa.core.capacity import Run, cost_of, parse_count
-from torch_lawa.core.capacity_machine import RECORD, Machine
-from torch_lawa.core.capacity_verdict import judge
+from torch_lawa.capacity.estimate import Run, cost_of, parse_count
+from torch_lawa.capacity.machine import RECORD, Machine
+from torch_lawa.capacity.verdict import judge
 from torch_lawa.errors import ConfigError
 
 __all__ = ["command"]

@@ -5,10 +5,10 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from torch_lawa.core.capacity import Bytes, Cost
-from torch_lawa.core.capacity_machine import GIB, RECORD, constants
-from torch_lawa.core.capacity_verdict import Verdict, format_seconds, smallest_nu
-from torch_lawa.core.units import format_bytes
+from torch_lawa.capacity.estimate import Bytes, Cost
+from torch_lawa.capacity.machine import GIB, RECORD, constants
+from torch_lawa.capacity.verdict import Verdict, format_seconds, smallest_nu
+from torch_lawa.units import format_bytes
 
 __all__ = ["as_dict", "as_text"]
 
@@ -149,7 +149,7 @@ def _notes(cost: Cost) -> Iterator[str]:
         yield (
             f"Note: from k = {_SLIDING_FROM} on, a mean that is read after every snapshot keeps a "
             f"sliding sum: {format_bytes(cost.sliding_bytes)} more for each GPU, where the window "
-            "is, not counted above. sliding=False forbids it."
+            "is, not counted above."
         )
 
 

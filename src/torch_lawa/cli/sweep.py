@@ -5,12 +5,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from torch_lawa.core.records import Row
+from torch_lawa.metrics import Row
 
 if TYPE_CHECKING:
     from torch_lawa.offline.sweep import SweepPlan
@@ -58,7 +59,7 @@ The windows of a run of `lawa train --save-trajectory`, evaluated as the run did
 @click.option("--raw/--no-raw", default=True, help="Evaluate each checkpoint by itself too.")
 @click.option("-o", "--output", metavar="OUT", help="Folder to write the results to.")
 @click.option("--coefficients", default="uniform", show_default=True, metavar="RULE",
-              help="uniform, exponential:ALPHA, decay:linear|1-sqrt|cosine.")  # fmt: skip
+              help="uniform, exponential:ALPHA, annealing:linear|1-sqrt|cosine.")  # fmt: skip
 @click.option("--key", metavar="KEY", help="The entry of a PyTorch file that holds the weights.")
 @click.option(
     "--scratch",
@@ -150,9 +151,8 @@ def _numbers(text: str, option: str) -> list[int]:
 def _load(name: str) -> Callable[[Any], Mapping[str, Any]]:
     """`package.module:function`, looked for in the current folder first; or a run's folder."""
     if (Path(name) / "config.json").is_file():
-        from torch_lawa.recipes.replay import RunEvaluator
-
-        return RunEvaluator(Path(name))
+        for entry in entry_points(group="lawa.run_evaluators"):
+            return entry.load()(Path(name))  # type: ignore[no-any-return]
     module, _, function = name.partition(":")
     if not function:
         raise click.BadParameter(

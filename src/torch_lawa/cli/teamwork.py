@@ -26,7 +26,7 @@ def as_team(
 
     `alone` leaves the others out: rank 0 has nothing for them to do.
     """
-    from torch_lawa.checkpoints.places import LocalPlace, parse_place
+    from torch_lawa.checkpoints.storage.paths import LocalPlace, parse_place
 
     team = find_team()
     if team is None or (team.leads and alone):

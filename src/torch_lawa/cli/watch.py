@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from torch_lawa.core.units import format_bytes
+from torch_lawa.units import format_bytes
 
 if TYPE_CHECKING:
     from torch_lawa.offline.watch import Averaged
@@ -48,7 +48,7 @@ or SIGTERM; started again, it goes on.
     default="uniform",
     show_default=True,
     metavar="RULE",
-    help="uniform, exponential:ALPHA, decay:linear|1-sqrt|cosine, explicit:W,W,... (oldest first).",
+    help="uniform, exponential:ALPHA, annealing:linear|1-sqrt|cosine, explicit:W,W,...",
 )
 @click.option("--dtype", metavar="DTYPE", help="Write floats as float32, bfloat16, ...")
 @click.option("--include", multiple=True, metavar="PATTERN", help="Only tensors with such names.")

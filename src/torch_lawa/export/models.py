@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_lawa.core.selection import unwrap
-from torch_lawa.core.shards import is_fsdp
 from torch_lawa.errors import LayoutError
+from torch_lawa.selection import unwrap
+from torch_lawa.shards import is_fsdp
 
 __all__ = ["Surroundings", "surroundings_of"]
 

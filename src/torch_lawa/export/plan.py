@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from torch_lawa.checkpoints.base import TensorSpec
+from torch_lawa.checkpoints.formats.base import TensorSpec
+from torch_lawa.checkpoints.formats.safetensors_torch import spec_of
+from torch_lawa.checkpoints.formats.sharded_layout import group_by_size, shard_names, widest_first
 from torch_lawa.checkpoints.provenance import note_provenance, provenance
-from torch_lawa.checkpoints.shard_files import group_by_size, shard_names, widest_first
-from torch_lawa.checkpoints.tensors import spec_of
-from torch_lawa.core.coefficients import Coefficients, Weights, name_coefficients
-from torch_lawa.core.options import check_float
-from torch_lawa.core.shards import Sharding
-from torch_lawa.core.units import parse_bytes
+from torch_lawa.coefficients import Coefficients, Weights, name_coefficients
 from torch_lawa.errors import LayoutError
 from torch_lawa.export.models import Surroundings, surroundings_of
-from torch_lawa.stores.window import Window
+from torch_lawa.shards import Sharding
+from torch_lawa.units import parse_bytes
+from torch_lawa.validation import check_float
+from torch_lawa.window import Window
 
 __all__ = ["ExportPlan", "ExportedFile", "ExportedTensor", "plan_export"]
 

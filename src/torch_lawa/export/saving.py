@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torch_lawa.core.shards import Sharding
 from torch_lawa.errors import ConfigError, StateError
 from torch_lawa.export.plan import ExportPlan
 from torch_lawa.export.together import Together
 from torch_lawa.export.writing import FolderWriter
-from torch_lawa.stores.window import Window
+from torch_lawa.shards import Sharding
+from torch_lawa.window import Window
 
 __all__ = ["gather", "save"]
 
@@ -33,7 +33,7 @@ def save(
     A rank holds no more than its window, one tensor whole (twice while it is gathered) and what
     the mean of its part of that tensor takes.
     """
-    together = Together(alone=window.alone)
+    together = Together(per_process=window.per_process)
     with together.failing(), ExitStack() as stack:
         target = _local(folder)
         plan = plan_it()

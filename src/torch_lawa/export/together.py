@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
-from torch_lawa.core.roll_call import absence_explained, roll_call
 from torch_lawa.errors import LayoutError, OutputError
+from torch_lawa.ranks.barrier import absence_explained, roll_call
 
 __all__ = ["Together"]
 
@@ -17,16 +17,16 @@ class Together:
     A process that fails says so; the others hear of it when they next `check`. So whatever lies
     between two checks may fail in one process alone, and no collective may lie there.
 
-    >>> together = Together(alone=True)
+    >>> together = Together(per_process=True)
     >>> with together.failing():
     ...     together.check()
     >>> together.rank
     0
     """
 
-    def __init__(self, *, alone: bool = False) -> None:
+    def __init__(self, *, per_process: bool = False) -> None:
         dist = torch.distributed
-        shared = not alone and dist.is_available() and dist.is_initialized()
+        shared = not per_process and dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if shared else 0
         self.size = dist.get_world_size() if shared else 1
         self._told = False  # whether the others know how this ends, or cannot be told

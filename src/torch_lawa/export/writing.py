@@ -9,7 +9,9 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from torch_lawa.checkpoints.files import (
+from torch_lawa.checkpoints.formats.opening import is_checkpoint_folder
+from torch_lawa.checkpoints.formats.sharded_layout import lay_file, write_at, write_index
+from torch_lawa.checkpoints.storage.atomic import (
     clear_stale,
     publish,
     remove,
@@ -19,9 +21,7 @@ from torch_lawa.checkpoints.files import (
     sync_folder,
     temporary_name,
 )
-from torch_lawa.checkpoints.opening import is_checkpoint_folder
-from torch_lawa.checkpoints.places import LocalPlace
-from torch_lawa.checkpoints.shard_files import lay_file, write_at, write_index
+from torch_lawa.checkpoints.storage.paths import LocalPlace
 from torch_lawa.errors import OutputError
 from torch_lawa.export.plan import ExportedTensor, ExportPlan
 

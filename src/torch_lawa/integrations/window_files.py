@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from torch_lawa.averager import LatestWeightAverager
-from torch_lawa.checkpoints.files import clear_stale, remove, replacing
-from torch_lawa.core.shards import is_sharded_model, reshard
+from torch_lawa.checkpoints.storage.atomic import clear_stale, remove, replacing
 from torch_lawa.errors import StateError
+from torch_lawa.shards import is_sharded_model, reshard
 
 __all__ = ["load_window", "save_window"]
 

@@ -6,10 +6,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from torch_lawa.checkpoints.base import Checkpoint
-from torch_lawa.checkpoints.opening import open_checkpoint
-from torch_lawa.checkpoints.places import Place
+from torch_lawa.checkpoints.formats.base import Checkpoint
+from torch_lawa.checkpoints.formats.opening import open_checkpoint
 from torch_lawa.checkpoints.provenance import note_provenance, provenance
+from torch_lawa.checkpoints.storage.paths import Place
 from torch_lawa.errors import ConfigError
 from torch_lawa.offline.changes import refusing_changes
 from torch_lawa.offline.digests import hash_files
@@ -62,8 +62,8 @@ def average_checkpoints(
 
     >>> import tempfile, torch
     >>> from pathlib import Path
-    >>> from torch_lawa.checkpoints.tensors import load_tensors, save_tensors
-    >>> from torch_lawa.checkpoints.safetensors import read_header
+    >>> from torch_lawa.checkpoints.formats.safetensors_torch import load_tensors, save_tensors
+    >>> from torch_lawa.checkpoints.formats.safetensors import read_header
     >>> from torch_lawa.offline import plan_average
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     for step, value in (100, 1.0), (200, 4.0):

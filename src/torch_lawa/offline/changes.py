@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from torch_lawa.checkpoints.base import Checkpoint
-from torch_lawa.checkpoints.places import LocalPlace
+from torch_lawa.checkpoints.formats.base import Checkpoint
+from torch_lawa.checkpoints.storage.paths import LocalPlace
 from torch_lawa.errors import FormatError
 
 __all__ = ["refusing_changes"]

@@ -4,13 +4,13 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 
-from torch_lawa.checkpoints.base import Checkpoint, Progress
-from torch_lawa.checkpoints.naming import parse_name
-from torch_lawa.checkpoints.opening import open_checkpoint
-from torch_lawa.core.distances import PieceDifference, Sums, comparable
-from torch_lawa.core.pieces import PIECE
+from torch_lawa.checkpoints.find.step_names import parse_name
+from torch_lawa.checkpoints.formats.base import Checkpoint, Progress
+from torch_lawa.checkpoints.formats.opening import open_checkpoint
 from torch_lawa.errors import ConfigError
+from torch_lawa.mean.kernels import PIECE
 from torch_lawa.offline.difference import Difference, Side, TensorDifference
+from torch_lawa.offline.distances import PieceDifference, Sums, comparable
 from torch_lawa.offline.engine import Meter, default_threads, in_threads, read_piece, value_width
 from torch_lawa.offline.inspection import find_one
 
@@ -29,7 +29,7 @@ def compare_checkpoints(
 
     >>> import tempfile, torch
     >>> from pathlib import Path
-    >>> from torch_lawa.checkpoints.tensors import save_tensors
+    >>> from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
     >>> a, b = (Path(tempfile.mkdtemp()) / "model.safetensors" for _ in range(2))
     >>> save_tensors(a, {"w": torch.tensor([3.0, 4.0])})
     >>> save_tensors(b, {"w": torch.tensor([3.0, 4.5])})

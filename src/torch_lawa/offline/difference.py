@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from torch_lawa.checkpoints.base import Progress, TensorSpec
-from torch_lawa.checkpoints.naming import few
-from torch_lawa.checkpoints.places import Place
-from torch_lawa.core.distances import Sums
-from torch_lawa.core.dtypes import DTYPES, averageable
+from torch_lawa.checkpoints.find.step_names import few
+from torch_lawa.checkpoints.formats.base import Progress, TensorSpec
+from torch_lawa.checkpoints.storage.paths import Place
+from torch_lawa.mean.dtypes import DTYPES, averageable
+from torch_lawa.offline.distances import Sums
 from torch_lawa.offline.printing import aligned, labelled, plain, wrapped
 
 __all__ = ["Difference", "Side", "TensorDifference"]

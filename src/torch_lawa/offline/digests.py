@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 
-from torch_lawa.checkpoints.places import Place
+from torch_lawa.checkpoints.storage.paths import Place
 from torch_lawa.offline.engine import Meter, in_threads
 
 __all__ = ["hash_files"]

@@ -9,11 +9,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
-from torch_lawa.checkpoints.base import Checkpoint
-from torch_lawa.core.coefficients import Uniform, Weights
-from torch_lawa.core.dtypes import DTYPES
-from torch_lawa.core.pieces import PIECE, Bytes, all_finite, make_pieces, piece_length
+from torch_lawa.checkpoints.formats.base import Checkpoint
+from torch_lawa.coefficients import Uniform, Weights
 from torch_lawa.errors import FormatError
+from torch_lawa.mean.dtypes import DTYPES
+from torch_lawa.mean.kernels import PIECE, Bytes, all_finite, make_pieces, piece_length
 from torch_lawa.offline.matching import PlannedTensor
 
 __all__ = [

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch_lawa.checkpoints.base import Checkpoint, TensorSpec
-from torch_lawa.checkpoints.places import LocalPlace, Place
-from torch_lawa.core.coefficients import Weights
+from torch_lawa.checkpoints.formats.base import Checkpoint, TensorSpec
+from torch_lawa.checkpoints.storage.paths import LocalPlace, Place
+from torch_lawa.coefficients import Weights
 from torch_lawa.errors import LayoutError
 from torch_lawa.offline.engine import Span
 from torch_lawa.offline.matching import PlannedTensor

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch_lawa.checkpoints.opening import open_checkpoint
-from torch_lawa.checkpoints.places import parse_place
+from torch_lawa.checkpoints.formats.opening import open_checkpoint
+from torch_lawa.checkpoints.storage.paths import parse_place
 from torch_lawa.errors import OutputError
 from torch_lawa.offline.digests import hash_files
 from torch_lawa.offline.engine import Meter, Stopped, default_threads, run

@@ -5,17 +5,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_lawa.checkpoints.base import Layout, Progress, TensorSpec
-from torch_lawa.checkpoints.discovery import Found, discover
-from torch_lawa.checkpoints.naming import few, parse_name
-from torch_lawa.checkpoints.opening import open_checkpoint
-from torch_lawa.checkpoints.places import Place, parse_place
+from torch_lawa.checkpoints.find.select import Found, discover
+from torch_lawa.checkpoints.find.step_names import few, parse_name
+from torch_lawa.checkpoints.formats.base import Layout, Progress, TensorSpec
+from torch_lawa.checkpoints.formats.opening import open_checkpoint
 from torch_lawa.checkpoints.provenance import PROVENANCE
-from torch_lawa.core.units import format_bytes
+from torch_lawa.checkpoints.storage.paths import Place, parse_place
 from torch_lawa.errors import ConfigError, FormatError, LayoutError
 from torch_lawa.offline.engine import Meter, in_threads
 from torch_lawa.offline.origin import describe_provenance, read_provenance
 from torch_lawa.offline.printing import aligned, labelled, plain, shortened, wrapped
+from torch_lawa.units import format_bytes
 
 __all__ = [
     "DTypeCount",
@@ -207,7 +207,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], key: str | None = None) -> 
 
     >>> import tempfile, torch
     >>> from pathlib import Path
-    >>> from torch_lawa.checkpoints.tensors import save_tensors
+    >>> from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
     >>> path = Path(tempfile.mkdtemp()) / "step_100.safetensors"
     >>> save_tensors(path, {"w": torch.ones(2, 3)})
     >>> found = inspect_checkpoint(path)

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from torch_lawa.checkpoints.discovery import Found
-from torch_lawa.checkpoints.naming import few
+from torch_lawa.checkpoints.find.select import Found
+from torch_lawa.checkpoints.find.step_names import few
 from torch_lawa.errors import ConfigError, FormatError, LawaError
 from torch_lawa.offline.live_run import LiveRun
 from torch_lawa.offline.snapshots import Source, inspect, signature_of

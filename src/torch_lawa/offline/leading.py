@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch_lawa.checkpoints.files import remove
+from torch_lawa.checkpoints.storage.atomic import remove
 from torch_lawa.errors import OutputError
 from torch_lawa.offline.engine import Meter
 from torch_lawa.offline.meeting import Meeting, clear_meetings, new_meeting

@@ -4,11 +4,11 @@ import os
 import re
 from pathlib import Path
 
-from torch_lawa.checkpoints.base import Progress
-from torch_lawa.checkpoints.discovery import Discovery, Found, discover
-from torch_lawa.checkpoints.folders import examine_run
-from torch_lawa.checkpoints.naming import parse_name
-from torch_lawa.checkpoints.places import LocalPlace, is_url, parse_place
+from torch_lawa.checkpoints.find.folders import examine_run
+from torch_lawa.checkpoints.find.select import Discovery, Found, discover
+from torch_lawa.checkpoints.find.step_names import parse_name
+from torch_lawa.checkpoints.formats.base import Progress
+from torch_lawa.checkpoints.storage.paths import LocalPlace, is_url, parse_place
 from torch_lawa.errors import ConfigError, FormatError, OutputError
 
 __all__ = ["LiveRun", "Target"]

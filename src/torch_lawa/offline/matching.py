@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from torch_lawa.checkpoints.base import Checkpoint, TensorSpec
-from torch_lawa.core.dtypes import DTYPES, averageable
+from torch_lawa.checkpoints.formats.base import Checkpoint, TensorSpec
 from torch_lawa.errors import ConfigError, LayoutError
+from torch_lawa.mean.dtypes import DTYPES, averageable
 
 __all__ = ["Buffers", "PlannedTensor", "Rule", "match_tensors", "shared_aliases"]
 

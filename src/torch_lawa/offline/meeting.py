@@ -15,7 +15,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from torch_lawa.checkpoints.files import TEMPORARY, clear_stale, remove
+from torch_lawa.checkpoints.storage.atomic import TEMPORARY, clear_stale, remove
 from torch_lawa.offline.team import Team
 
 __all__ = ["Meeting", "clear_meetings", "find_meetings", "new_meeting"]

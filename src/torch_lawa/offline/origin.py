@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from torch_lawa.checkpoints.base import Checkpoint
-from torch_lawa.checkpoints.huggingface import read_json
+from torch_lawa.checkpoints.formats.base import Checkpoint
+from torch_lawa.checkpoints.formats.huggingface import read_json
 from torch_lawa.checkpoints.provenance import PROVENANCE
 from torch_lawa.offline.printing import aligned, plain, wrapped
 

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torch_lawa.checkpoints.base import Checkpoint, Layout, TensorSpec
-from torch_lawa.checkpoints.huggingface import WEIGHTS
-from torch_lawa.checkpoints.opening import TORCH_SUFFIXES, is_checkpoint_folder
-from torch_lawa.checkpoints.places import LocalPlace, Place
-from torch_lawa.checkpoints.shard_files import (
+from torch_lawa.checkpoints.formats.base import Checkpoint, Layout, TensorSpec
+from torch_lawa.checkpoints.formats.huggingface import WEIGHTS
+from torch_lawa.checkpoints.formats.opening import TORCH_SUFFIXES, is_checkpoint_folder
+from torch_lawa.checkpoints.formats.sharded_layout import (
     DEFAULT_SHARD,
     group_by_size,
     shard_names,
     widest_first,
 )
+from torch_lawa.checkpoints.storage.paths import LocalPlace, Place
 from torch_lawa.errors import ConfigError, OutputError
 from torch_lawa.offline.matching import PlannedTensor
 

@@ -6,12 +6,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from torch_lawa.checkpoints.base import Checkpoint, Layout
-from torch_lawa.checkpoints.discovery import Discovery, Found, discover, select
-from torch_lawa.checkpoints.huggingface import read_json
-from torch_lawa.checkpoints.opening import open_checkpoint
-from torch_lawa.checkpoints.places import Place, parse_place
-from torch_lawa.core.coefficients import (
+from torch_lawa.checkpoints.find.select import Discovery, Found, discover, select
+from torch_lawa.checkpoints.formats.base import Checkpoint, Layout
+from torch_lawa.checkpoints.formats.huggingface import read_json
+from torch_lawa.checkpoints.formats.opening import open_checkpoint
+from torch_lawa.checkpoints.storage.paths import Place, parse_place
+from torch_lawa.coefficients import (
     Coefficients,
     Explicit,
     Uniform,
@@ -19,11 +19,11 @@ from torch_lawa.core.coefficients import (
     name_coefficients,
     parse_coefficients,
 )
-from torch_lawa.core.dtypes import parse_dtype
-from torch_lawa.core.units import format_bytes
 from torch_lawa.errors import ConfigError, LayoutError
+from torch_lawa.mean.dtypes import parse_dtype
 from torch_lawa.offline.matching import Buffers, PlannedTensor, match_tensors, shared_aliases
 from torch_lawa.offline.output import Output, plan_output
+from torch_lawa.units import format_bytes
 
 __all__ = ["Plan", "PlannedInput", "plan_average", "plan_found", "plan_opened"]
 
@@ -149,7 +149,7 @@ def plan_average(
 
     >>> import tempfile, torch
     >>> from pathlib import Path
-    >>> from torch_lawa.checkpoints.tensors import save_tensors
+    >>> from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     for step in (100, 200, 300):
     ...         save_tensors(Path(folder) / f"step_{step}.safetensors", {"w": torch.ones(2)})

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch_lawa.checkpoints.discovery import Found
-from torch_lawa.checkpoints.opening import open_checkpoint
-from torch_lawa.checkpoints.places import LocalPlace, Place
-from torch_lawa.core.coefficients import Weights
+from torch_lawa.checkpoints.find.select import Found
+from torch_lawa.checkpoints.formats.opening import open_checkpoint
+from torch_lawa.checkpoints.storage.paths import LocalPlace, Place
+from torch_lawa.coefficients import Weights
 from torch_lawa.errors import FormatError, OutputError
 from torch_lawa.offline.origin import read_provenance
 

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_lawa.checkpoints.base import Checkpoint
-from torch_lawa.checkpoints.discovery import Found
-from torch_lawa.checkpoints.files import replacing, sync_folder
-from torch_lawa.checkpoints.huggingface import find_weights
-from torch_lawa.checkpoints.opening import open_checkpoint
-from torch_lawa.checkpoints.places import LocalPlace, Place, RemotePlace
-from torch_lawa.checkpoints.servers import telling
+from torch_lawa.checkpoints.find.select import Found
+from torch_lawa.checkpoints.formats.base import Checkpoint
+from torch_lawa.checkpoints.formats.huggingface import find_weights
+from torch_lawa.checkpoints.formats.opening import open_checkpoint
+from torch_lawa.checkpoints.storage.atomic import replacing, sync_folder
+from torch_lawa.checkpoints.storage.paths import LocalPlace, Place, RemotePlace
+from torch_lawa.checkpoints.storage.remote_errors import telling
 from torch_lawa.errors import FormatError
 from torch_lawa.offline.engine import Stopped
 from torch_lawa.offline.output import side_files

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_lawa.checkpoints.discovery import Found, discover, select
-from torch_lawa.checkpoints.opening import open_checkpoint
-from torch_lawa.checkpoints.places import LocalPlace, Place, parse_place
-from torch_lawa.core.coefficients import Coefficients, name_coefficients, parse_coefficients
-from torch_lawa.core.pieces import PIECE, make_pieces
-from torch_lawa.core.records import MetricsWriter, Row, read_metrics
-from torch_lawa.core.units import format_bytes
+from torch_lawa.checkpoints.find.select import Found, discover, select
+from torch_lawa.checkpoints.formats.opening import open_checkpoint
+from torch_lawa.checkpoints.storage.paths import LocalPlace, Place, parse_place
+from torch_lawa.coefficients import Coefficients, name_coefficients, parse_coefficients
 from torch_lawa.errors import ConfigError
+from torch_lawa.mean.kernels import PIECE, make_pieces
+from torch_lawa.metrics import MetricsWriter, Row, read_metrics
 from torch_lawa.offline.average import metadata_of
 from torch_lawa.offline.changes import refusing_changes
 from torch_lawa.offline.engine import (
@@ -37,6 +36,7 @@ from torch_lawa.offline.matching import PlannedTensor, match_tensors
 from torch_lawa.offline.plan import Input, plan_found, plan_opened
 from torch_lawa.offline.reuse import is_made
 from torch_lawa.offline.writing import writing
+from torch_lawa.units import format_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -310,8 +310,8 @@ def _evaluate(
     window: Window,
     facts: Mapping[str, Any],
 ) -> Row:
-    from torch_lawa.checkpoints.safetensors import read_header
-    from torch_lawa.checkpoints.tensors import load_tensors
+    from torch_lawa.checkpoints.formats.safetensors import read_header
+    from torch_lawa.checkpoints.formats.safetensors_torch import load_tensors
 
     path = Path(str(place))
     began = time.perf_counter()

@@ -10,8 +10,8 @@ import contextlib
 import re
 from pathlib import Path
 
-from torch_lawa.checkpoints.huggingface import INDEXES, WEIGHTS
-from torch_lawa.checkpoints.places import RemotePlace
+from torch_lawa.checkpoints.formats.huggingface import INDEXES, WEIGHTS
+from torch_lawa.checkpoints.storage.paths import RemotePlace
 from torch_lawa.errors import LawaError
 from torch_lawa.offline.output import Output
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch_lawa.checkpoints.discovery import Discovery, select
-from torch_lawa.checkpoints.files import clear_stale, publish, remove
-from torch_lawa.checkpoints.places import LocalPlace
-from torch_lawa.core.coefficients import Coefficients, name_coefficients, parse_coefficients
-from torch_lawa.core.dtypes import parse_dtype
+from torch_lawa.checkpoints.find.select import Discovery, select
+from torch_lawa.checkpoints.storage.atomic import clear_stale, publish, remove
+from torch_lawa.checkpoints.storage.paths import LocalPlace
+from torch_lawa.coefficients import Coefficients, name_coefficients, parse_coefficients
 from torch_lawa.errors import ConfigError, FormatError, LawaError, OutputError
+from torch_lawa.mean.dtypes import parse_dtype
 from torch_lawa.offline.average import Result, average_checkpoints
 from torch_lawa.offline.engine import Meter, Stopped
 from torch_lawa.offline.intake import Intake
@@ -68,7 +68,7 @@ def watch_run(
     `output` keeps every average; otherwise the one is replaced, whole, each time.
 
     >>> import tempfile, torch
-    >>> from torch_lawa.checkpoints.tensors import save_tensors
+    >>> from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
     >>> run = Path(tempfile.mkdtemp())
     >>> for step in (100, 200, 300):
     ...     save_tensors(run / f"step_{step}.safetensors", {"w": torch.ones(2)})

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from torch_lawa.checkpoints.discovery import Found
-from torch_lawa.checkpoints.files import remove, replacing, sync_folder
-from torch_lawa.checkpoints.opening import open_checkpoint
-from torch_lawa.checkpoints.places import LocalPlace
+from torch_lawa.checkpoints.find.select import Found
+from torch_lawa.checkpoints.formats.opening import open_checkpoint
+from torch_lawa.checkpoints.storage.atomic import remove, replacing, sync_folder
+from torch_lawa.checkpoints.storage.paths import LocalPlace
 from torch_lawa.errors import StoreError
 from torch_lawa.offline.snapshots import Source, keep_files, signature_of, stamps_of
 

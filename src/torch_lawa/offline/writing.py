@@ -8,7 +8,9 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from torch_lawa.checkpoints.files import (
+from torch_lawa.checkpoints.formats.huggingface import read_json
+from torch_lawa.checkpoints.formats.sharded_layout import lay_file, write_at, write_index
+from torch_lawa.checkpoints.storage.atomic import (
     TEMPORARY,
     clear_stale,
     publish,
@@ -19,12 +21,10 @@ from torch_lawa.checkpoints.files import (
     sync_folder,
     temporary_name,
 )
-from torch_lawa.checkpoints.huggingface import read_json
-from torch_lawa.checkpoints.places import LocalPlace, Place, RemotePlace
-from torch_lawa.checkpoints.shard_files import lay_file, write_at, write_index
-from torch_lawa.core.dtypes import DTYPES
-from torch_lawa.core.pieces import Bytes
+from torch_lawa.checkpoints.storage.paths import LocalPlace, Place, RemotePlace
 from torch_lawa.errors import OutputError
+from torch_lawa.mean.dtypes import DTYPES
+from torch_lawa.mean.kernels import Bytes
 from torch_lawa.offline.meeting import clear_meetings
 from torch_lawa.offline.output import Output
 from torch_lawa.offline.shares import LaidFile
@@ -182,7 +182,7 @@ def _hand_over(
     folder: Path, output: Output, metadata: Mapping[str, str], aliases: Mapping[str, str]
 ) -> None:
     """PyTorch writes the formats that are its own, from the file just made, memory-mapped."""
-    from torch_lawa.checkpoints import torch_output
+    from torch_lawa.checkpoints.formats import torch_write as torch_output
 
     made = folder / output.shards[0].file
     raw = made.rename(made.with_name(made.name + ".values"))

@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_lawa.checkpoints.files import TEMPORARY, replacing
-from torch_lawa.checkpoints.safetensors import Header, read_header
-from torch_lawa.checkpoints.tensors import map_flat, spec_of, write_flat
+from torch_lawa.checkpoints.formats.safetensors import Header, read_header
+from torch_lawa.checkpoints.formats.safetensors_torch import map_flat, spec_of, write_flat
+from torch_lawa.checkpoints.storage.atomic import TEMPORARY, replacing
 from torch_lawa.errors import StoreError
 from torch_lawa.stores.base import Buffer, Content, Found, Layout, Snapshot, Store
 from torch_lawa.stores.disk_lock import FolderLock
@@ -42,7 +42,7 @@ class DiskStore(Store):
     Where `torch.distributed` is initialised when the averager is made, every process of the run
     makes one on the same folder (making it is a collective), and each keeps its files in a
     sub-folder, `rank-00003-of-00008`. After a crash they go on with the newest snapshots that all
-    of them have; for that, each keeps two more than k. `alone=True` is for an averager in one
+    of them have; for that, each keeps two more than k. `per_process=True` is for an averager in one
     process of several: it asks nobody.
 
     >>> import tempfile, torch
@@ -58,10 +58,10 @@ class DiskStore(Store):
 
     packed = True
 
-    def __init__(self, folder: str | os.PathLike[str], *, alone: bool = False) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, per_process: bool = False) -> None:
         super().__init__()
         self.folder = self._root = Path(folder)
-        self.alone = alone
+        self.per_process = per_process
         self._ranks = Ranks(0, 1)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="lawa-disk")
         self._pending: Future[None] | None = None
@@ -353,7 +353,7 @@ class DiskStore(Store):
         if self._lock is not None:
             self._lock.check()
             return
-        if not self.alone:
+        if not self.per_process:
             self._ranks = Ranks.now()
         self.folder = self._ranks.folder(self._root)
         self._ranks.refuse_other_windows(self._root)

@@ -56,7 +56,7 @@ class Statistics:
 
     def known(self, averager: LatestWeightAverager) -> bool:
         """Whether they were estimated for the window as it is now."""
-        return bool(self._values) and self._steps == averager.steps
+        return bool(self._values) and self._steps == averager.snapshot_steps
 
     def check(self, trainer: Trainer, batch: Any) -> None:
         """Try the forward pass on a training batch, so that it fails at once or never."""
@@ -124,7 +124,7 @@ class Statistics:
             recalibrate_batch_norm(module, loader, self._num_batches, forward=forward, group=group)
         with torch.inference_mode(False):
             self._values = {name: buffer.detach().clone() for name, buffer in _buffers(module)}
-        self._steps = averager.steps
+        self._steps = averager.snapshot_steps
 
 
 def generator_states(loaders: Iterable[Any]) -> dict[torch.Generator, Tensor]:

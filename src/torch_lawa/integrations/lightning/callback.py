@@ -63,7 +63,7 @@ class LatestWeightAveraging(Callback):
         name: The ending of those metrics, and what tells two of these callbacks apart.
         batch_norm_batches: From how many batches of the train loader the BatchNorm statistics of
             averaged weights are re-estimated; 0 keeps those of the newest snapshot.
-        kwargs: Passed on to `LatestWeightAverager`: `coefficients`, `before_full`,
+        kwargs: Passed on to `LatestWeightAverager`: `coefficients`, `min_snapshots`,
             `storage_dtype`, `buffers`, `frozen`, `sliding`.
     """
 
@@ -146,7 +146,7 @@ class LatestWeightAveraging(Callback):
         if not self.averager.ready:
             raise NotReadyError(
                 f"{len(self.averager)} of {self.averager.k} snapshots were taken, so there is no "
-                "average to save: train longer, lower k, or set before_full='average'."
+                "average to save: train longer, lower k, or set min_snapshots=1."
             )
         lending = self.lending  # in the middle of an evaluation
         self.take_back()
@@ -185,9 +185,8 @@ class LatestWeightAveraging(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the plan against the run, and whether the window is of this run."""
         if type(self).should_update is LatestWeightAveraging.should_update:
-            waits = self._options.get("before_full", "wait") == "wait"
-            self._plan.check(trainer, self.averager.k if waits else 1)
-        step, steps = trainer.global_step, self.averager.steps
+            self._plan.check(trainer, self.averager.min_snapshots)
+        step, steps = trainer.global_step, self.averager.snapshot_steps
         if steps and (steps[-1] > step or not self._is_of(pl_module)):
             rank_zero_warn(
                 f"This run is at step {step} and the window was collected up to step {steps[-1]} "
@@ -329,7 +328,7 @@ class LatestWeightAveraging(Callback):
         let_go(model)
         self._owner = weakref.ref(trainer.lightning_module)
         # Steps of an optimizer that Lightning does not know of do not count; snapshots do.
-        known = not self.averager.steps or step > self.averager.steps[-1]
+        known = not self.averager.snapshot_steps or step > self.averager.snapshot_steps[-1]
         self.averager.collect(model, step=step if known else None)
 
     def _is_of(self, pl_module: LightningModule) -> bool:

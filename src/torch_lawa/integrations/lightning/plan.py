@@ -87,7 +87,7 @@ class Plan:
             rank_zero_warn(
                 f"This run of {total} {unit} gives {expected} snapshot(s) and k={wanted} are "
                 "waited for: evaluation will use the trained weights to its end. Take them more "
-                "often, lower k, or set before_full='average'."
+                "often, lower k, or set min_snapshots=1."
             )
 
     def _length(self, trainer: Trainer) -> int | None:

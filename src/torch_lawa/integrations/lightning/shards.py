@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from torch_lawa.core.shards import is_sharded_model
 from torch_lawa.errors import ConfigError
 from torch_lawa.integrations.lightning.names import Trainer, rank_zero_warn
+from torch_lawa.shards import is_sharded_model
 
 __all__ = [
     "callable_model",

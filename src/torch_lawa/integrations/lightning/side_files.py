@@ -14,7 +14,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from torch_lawa.averager import LatestWeightAverager
-from torch_lawa.checkpoints.files import publish, remove, sync_file, sync_folder
+from torch_lawa.checkpoints.storage.atomic import publish, remove, sync_file, sync_folder
 from torch_lawa.errors import StateError
 
 __all__ = ["PENDING", "SUFFIX", "SideFile"]

@@ -11,13 +11,13 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import has_length
 
 from torch_lawa.averager import LatestWeightAverager
-from torch_lawa.core.coefficients import Coefficients
-from torch_lawa.core.selection import FrozenRule
+from torch_lawa.coefficients import Coefficients
 from torch_lawa.errors import ConfigError
 from torch_lawa.integrations.transformers.batch_norm import AverageStatistics
 from torch_lawa.integrations.transformers.collecting import Collecting, CollectStrategy, RunLength
 from torch_lawa.integrations.visible import require_visible_parameters
 from torch_lawa.integrations.window_files import load_window, save_window
+from torch_lawa.selection import FrozenRule
 from torch_lawa.stores.base import Store
 
 __all__ = ["LatestWeightAveragingCallback", "Metrics", "selects_average"]
@@ -48,8 +48,8 @@ class LatestWeightAveragingCallback(TrainerCallback):
             from for the average; 0 takes those of the newest snapshot. Models without BatchNorm
             layers do not need any.
         coefficients: How much each snapshot counts; all the same by default.
-        before_full: While fewer than `k` snapshots are there, "wait" (only the weights as they are
-            are evaluated) or "average" those that are.
+        min_snapshots: How many snapshots make an average; `k` by default. Before that only the
+            weights as they are get evaluated.
         store: Where snapshots live: "host", "device", or a `DiskStore(folder)`.
         storage_dtype: `torch.bfloat16` or `torch.float16` halves their memory and rounds them.
     """
@@ -64,7 +64,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
         metrics: Metrics = "both",
         batch_norm_batches: int = 40,
         coefficients: Coefficients | None = None,
-        before_full: Literal["wait", "average"] = "wait",
+        min_snapshots: int | None = None,
         store: Literal["host", "device"] | Store = "host",
         storage_dtype: torch.dtype | None = None,
     ) -> None:
@@ -80,13 +80,12 @@ class LatestWeightAveragingCallback(TrainerCallback):
         self.model_is_final = False  # the Trainer has loaded its best model: nothing to swap
         self._batch_norm = AverageStatistics(batch_norm_batches)
         self._collecting = Collecting(collect_strategy, collect_every, start)
-        self._waits = before_full == "wait"
         self._total = 0
         self._store = store
         self._options: dict[str, Any] = {
             "k": k,
             "coefficients": coefficients,
-            "before_full": before_full,
+            "min_snapshots": min_snapshots,
             "storage_dtype": storage_dtype,
         }
         # Stands in until there is a model: mistakes are found now, a folder is opened then.
@@ -177,7 +176,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
 
     def before_save(self, model: nn.Module, step: int) -> None:
         """Collect what is about to be saved, once; before it is evaluated, where it will be."""
-        collected = bool(self.averager.steps) and self.averager.steps[-1] == step
+        collected = bool(self.averager.snapshot_steps) and self.averager.snapshot_steps[-1] == step
         if self._collecting.strategy != "save" or collected:
             return
         if self._collecting.due(step, self._total):
@@ -206,8 +205,8 @@ class LatestWeightAveragingCallback(TrainerCallback):
         averager = LatestWeightAverager(store=self._store, frozen=frozen, **self._options)
         if len(averager) and not resuming:
             raise ConfigError(
-                f"the store holds snapshots of an earlier run already (steps {averager.steps}): "
-                "resume that run, or give a DiskStore on a new folder."
+                "the store holds snapshots of an earlier run already (steps "
+                f"{averager.snapshot_steps}): resume that run, or give a DiskStore on a new folder."
             )
         self.averager, self._frozen = averager, frozen
 
@@ -220,7 +219,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
             )
 
     def _check(self, run: RunLength) -> None:
-        self._collecting.check(run, self.averager.k, waits=self._waits)
+        self._collecting.check(run, self.averager.min_snapshots)
 
     def _check_arguments(self, args: TrainingArguments) -> None:
         saves = _saves(args)

@@ -71,7 +71,7 @@ class Collecting:
         """Whether a run that has come to `position` of `total` gives a snapshot now."""
         return position > self._first(total) and position % self.every == 0
 
-    def check(self, run: RunLength, k: int, *, waits: bool) -> None:
+    def check(self, run: RunLength, min_snapshots: int) -> None:
         """Refuse a run in which nothing, or never enough, would be collected."""
         total = run.of(self.strategy)
         if total is None:
@@ -82,15 +82,16 @@ class Collecting:
                 f"start={self.start} leaves out the whole run of {total} {unit}: lower it."
             )
         expected = self._expected(run, total)
-        if expected is not None and expected < (k if waits else 1):
+        if expected is not None and expected < min_snapshots:
             found = f"{expected} snapshot{'' if expected == 1 else 's'}"
             often = {
                 "save": "save more often (save_steps)",
                 "steps": "collect more often (collect_every)",
                 "epoch": "collect more often (collect_every, or collect_strategy='steps')",
             }[self.strategy]
-            waiting = f" and the window waits for k={k}" if waits else ""
-            fewer = "lower start or k, or set before_full='average'" if waits else "or lower start"
+            waits = min_snapshots > 1
+            waiting = f" and an average needs {min_snapshots}" if waits else ""
+            fewer = "lower start or k, or set min_snapshots=1" if waits else "or lower start"
             raise ConfigError(
                 f"this run of {total} {unit} gives {found}{waiting}: there would never be "
                 f"an average. Train longer, {often}, {fewer}."

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import PredictionOutput
 
-from torch_lawa.checkpoints.files import remove
+from torch_lawa.checkpoints.storage.atomic import remove
 from torch_lawa.errors import ConfigError, StateError
 from torch_lawa.integrations.transformers.batch_norm import same_random_numbers
 from torch_lawa.integrations.transformers.callback import (

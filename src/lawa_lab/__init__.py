@@ -1,0 +1,1 @@
+"""The lab: recipes, comparators, reports and the demo. It imports torch_lawa, never the reverse."""

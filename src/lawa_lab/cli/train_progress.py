@@ -1,0 +1,119 @@
+"""What `lawa train` shows: a line for each evaluation, and live progress on a terminal."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from lawa_lab.recipes.loop import Watcher
+from lawa_lab.recipes.run_folder import RunPlan
+from lawa_lab.recipes.task import Place
+from torch_lawa.metrics import Row
+
+__all__ = ["show_run"]
+
+
+@contextlib.contextmanager
+def show_run(plan: RunPlan, path: Path, place: Place, *, as_json: bool) -> Iterator[Watcher]:
+    """A watcher that prints; silent in every process but the first."""
+    if place.rank:
+        yield Watcher()
+        return
+    if as_json:
+        yield _Json()
+        return
+    console = Console(highlight=False)
+    config = plan.config
+    console.print(
+        f"{config.recipe}, {config.run_name}, seed {plan.seed}: {config.epochs} epochs on "
+        f"{place.device}{f' × {place.world_size}' if place.world_size > 1 else ''}; run folder "
+        f"{path}",
+        soft_wrap=True,
+    )
+    if not console.is_terminal:
+        yield _Lines(console, None)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("steps, {task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield _Lines(console, progress)
+
+
+class _Json(Watcher):
+    """Rows as they are written."""
+
+    def on_rows(self, rows: list[Row]) -> None:
+        """One JSON object a line."""
+        for row in rows:
+            print(json.dumps(row), flush=True)
+
+
+class _Lines(Watcher):
+    """A line for each evaluation: raw weights and the first average, treated alike."""
+
+    def __init__(self, console: Console, progress: Progress | None) -> None:
+        self._console, self._progress = console, progress
+        self._begun = False
+
+    def on_begin(self, step: int, num_steps: int, num_batches: int) -> None:
+        """Say where the run is, and start the bar."""
+        if step:
+            done = " It is finished." if step == num_steps else ""
+            self._console.print(f"Resumed after step {step} of {num_steps}.{done}")
+        if self._progress is not None:
+            self._bar = self._progress.add_task(
+                "training", total=num_steps, completed=step, rate="-"
+            )
+
+    def on_step(self, step: int) -> None:
+        """Move the bar."""
+        if self._progress is not None:
+            speed = self._progress.tasks[self._bar].speed
+            rate = f"{speed:.1f}/s" if speed else "-"
+            self._progress.update(self._bar, completed=step, rate=rate)
+
+    def on_rows(self, rows: list[Row]) -> None:
+        """Print what was found."""
+        averaged = next((row for row in rows if row["weights"] == "averaged"), None)
+        policy = averaged["batch_norm"] if averaged else None
+        raw = next(
+            (r for r in rows if r["weights"] == "raw" and r["batch_norm"] == policy), rows[0]
+        )
+        values = _values(raw)
+        if not self._begun:
+            self._begun = True
+            heads = "  ".join(f"{name.replace('_', ' '):>16}" for name in values)
+            self._say(f"{'':>10}  {heads}   raw → averaged")
+        cells = []
+        for name, value in values.items():
+            new = f"{averaged[name]:.4f}" if averaged else "-"
+            cells.append(f"{value:.4f} → {new:>6}")
+        epoch = raw["epoch"]
+        where = f"epoch {epoch}" if isinstance(epoch, int) else f"epoch {epoch:.2f}"
+        self._say(f"{where:<11} {'  '.join(f'{cell:>16}' for cell in cells)}")
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True)
+        sys.stdout.flush()
+
+
+def _values(row: Row) -> dict[str, float]:
+    """Held-out loss and accuracy; the rest is in the file."""
+    skipped = ("train_loss", "top5_accuracy")
+    ends = ("_loss", "_accuracy")
+    return {n: v for n, v in row.items() if n.endswith(ends) and not n.endswith(skipped)}

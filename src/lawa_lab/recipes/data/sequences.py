@@ -1,0 +1,50 @@
+"""Token ids on a device, cut into sequences of one length."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lawa_lab.recipes.data.tokens import BOS, EOS, TokenIds
+
+__all__ = ["Sequences"]
+
+_MOST_ON_DEVICE = 4 * 2**30  # bytes
+
+
+class Sequences:
+    """A stream of ids in rows: `<s>`, then `length` - 2 of its tokens, then `</s>`.
+
+    The tail that fills no row is dropped. The ids lie on the device where they fit, two bytes
+    each where the vocabulary allows; on the host they stay mapped from their file.
+
+    >>> rows = Sequences(np.arange(10, 17, dtype=np.uint16), 5, torch.device("cpu"))
+    >>> rows[torch.tensor([1, 0])]
+    tensor([[ 0, 13, 14, 15,  2],
+            [ 0, 10, 11, 12,  2]])
+    """
+
+    def __init__(self, ids: TokenIds, length: int, device: torch.device) -> None:
+        body = length - 2
+        num_rows = len(ids) // body
+        rows = ids[: num_rows * body].reshape(num_rows, body)
+        # PyTorch can do little with unsigned 16-bit integers, so they travel as signed ones.
+        self._mask = 0xFFFF if ids.dtype == np.uint16 else -1
+        tensor = torch.from_numpy(rows.view(np.int16) if ids.dtype == np.uint16 else rows)
+        self._rows = tensor.to(device) if rows.nbytes <= _MOST_ON_DEVICE else tensor
+        self._device = device
+
+    @property
+    def home(self) -> torch.device:
+        """Where the ids lie: the device, or the host."""
+        return self._rows.device
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, chosen: Tensor) -> Tensor:
+        """The rows of these numbers, int64, on the device."""
+        rows = self._rows[chosen.to(self._rows.device)].to(self._device)
+        out = torch.empty(len(rows), rows.shape[1] + 2, dtype=torch.int64, device=self._device)
+        out[:, 0], out[:, -1] = BOS, EOS
+        out[:, 1:-1] = rows.long() & self._mask
+        return out

@@ -1,0 +1,125 @@
+"""Optimizers and learning-rate schedules of the recipes, Lookahead among them."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lawa_lab.recipes.configs import TrainConfig
+from torch_lawa.errors import StateError
+from torch_lawa.shards import is_sharded, local
+
+__all__ = ["Lookahead", "build_optimizer", "learning_rate"]
+
+
+class Lookahead:
+    """Slow weights that follow every `k` steps of fast ones (Zhang et al., 2019).
+
+    The inner optimizer moves the fast weights, which are the model's own. After k of its steps the
+    slow weights go a part `alpha` of the way to them, and the fast ones start again from there.
+    Buffers such as BatchNorm statistics are left alone, as is the inner optimizer's momentum.
+
+    >>> weight = nn.Parameter(torch.zeros(1))
+    >>> optimizer = Lookahead(torch.optim.SGD([weight], lr=1.0), alpha=0.5, k=2)
+    >>> for _ in range(2):
+    ...     weight.grad = torch.tensor([-1.0])
+    ...     optimizer.step()
+    >>> weight.item()
+    1.0
+    """
+
+    def __init__(self, inner: Optimizer, *, alpha: float = 0.8, k: int = 5) -> None:
+        self.inner, self.alpha, self.k = inner, alpha, k
+        self._fast = [p for group in inner.param_groups for p in group["params"]]
+        self.slow = [p.detach().clone() for p in self._fast]
+        self._num_steps = 0
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the inner optimizer: a learning rate set in them counts."""
+        return self.inner.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        self.inner.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step of the fast weights, and every k-th time one of the slow ones."""
+        self.inner.step()
+        self._num_steps += 1
+        if self._num_steps % self.k == 0:
+            fast, slow = ([local(p) for p in each] for each in (self._fast, self.slow))
+            torch._foreach_lerp_(slow, fast, self.alpha)
+            torch._foreach_copy_(fast, slow)
+
+    @torch.no_grad()
+    def load_slow(self, slow: Iterable[Tensor], num_steps: int) -> None:
+        """Go on with these slow weights after so many steps."""
+        torch._foreach_copy_([local(p) for p in self.slow], [local(p) for p in slow])
+        self._num_steps = num_steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state, the slow weights and the count of steps."""
+        return {
+            "inner": self.inner.state_dict(),
+            "slow": list(self.slow),
+            "num_steps": self._num_steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        slow: list[Tensor] = state.get("slow", [])
+        shapes = [tensor.shape for tensor in self.slow]
+        if "inner" not in state or [tensor.shape for tensor in slow] != shapes:
+            raise StateError(
+                "this is no state of Lookahead over the same parameters: build the model and the "
+                "optimizer as they were when it was saved."
+            )
+        self.inner.load_state_dict(state["inner"])
+        self.load_slow(slow, int(state["num_steps"]))
+
+
+def build_optimizer(
+    config: TrainConfig, model: nn.Module, *, fused: bool = False
+) -> Optimizer | Lookahead:
+    """The optimizer that a recipe asks for."""
+    shared: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "weight_decay": config.weight_decay,
+        "fused": fused,
+    }
+    betas = (config.momentum, config.beta2)
+    parameters = model.parameters()
+    optimizer: Optimizer
+    if config.optimizer == "sgd":
+        # PyTorch's fused SGD knows no shards; the fused Adams do.
+        shared["fused"] = fused and not any(is_sharded(p) for p in model.parameters())
+        optimizer = torch.optim.SGD(parameters, momentum=config.momentum, **shared)
+    elif config.optimizer == "adam":
+        optimizer = torch.optim.Adam(parameters, betas=betas, eps=config.epsilon, **shared)
+    else:
+        optimizer = torch.optim.AdamW(parameters, betas=betas, eps=config.epsilon, **shared)
+    if not config.lookahead:
+        return optimizer
+    return Lookahead(optimizer, alpha=config.lookahead_alpha, k=config.lookahead_k)
+
+
+def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
+    """The rate of a step (from 0) of a run of `num_steps`: up in a line, then down as asked.
+
+    >>> from lawa_lab.recipes.configs import TrainConfig
+    >>> config = TrainConfig(learning_rate=1.0, schedule="linear", warmup_steps=2)
+    >>> [learning_rate(config, step, 6) for step in range(6)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.learning_rate
+    part = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+    left = 1.0 - part if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * part))
+    return config.learning_rate * left

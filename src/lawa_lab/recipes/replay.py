@@ -1,0 +1,50 @@
+"""Evaluating weights as a run of `lawa train` would have: `lawa sweep RUN/trajectory`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lawa_lab.recipes.loop import make_task
+from lawa_lab.recipes.machine import choose_place, repeatable
+from lawa_lab.recipes.run_folder import RunFolder
+from lawa_lab.recipes.trainer import Trainer
+from torch_lawa.batch_norm import recalibrate_batch_norm
+
+__all__ = ["RunEvaluator"]
+
+
+class RunEvaluator:
+    """The evaluation of the run in a folder: its data, its batches for BatchNorm, its precision.
+
+    Where the model has BatchNorm layers, their statistics are re-estimated, for raw and averaged
+    weights alike. On the machine of the run the values are those of its own rows.
+    """
+
+    def __init__(self, folder: Path, *, device: str | None = None) -> None:
+        self._plan = RunFolder(folder).read_plan()
+        place = choose_place(device)
+        with self._repeatable():
+            self._trainer = Trainer(self._plan, make_task(self._plan, place), place)
+
+    def __call__(self, state: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Named values of these weights, and whose they are."""
+        trainer = self._trainer
+        trainer.model.load_state_dict(state)
+        with self._repeatable(), torch.no_grad(), trainer.autocast():
+            num_batches = recalibrate_batch_norm(trainer.model, trainer.task.calibration())
+            trainer.model.eval()
+            values = trainer.task.evaluate(trainer.forward)
+        config = self._plan.config
+        return {
+            "recipe": config.recipe,
+            "run": config.run_name,
+            "seed": self._plan.seed,
+            **values,
+            "batch_norm": "re-estimated" if num_batches else None,
+        }
+
+    def _repeatable(self) -> Any:
+        return repeatable(self._plan.num_threads)

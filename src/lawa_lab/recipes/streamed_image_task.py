@@ -1,0 +1,180 @@
+"""Classifying images that are read from files while the net trains, by processes of their own."""
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler
+
+from lawa_lab.recipes.data.image_folder import EvaluationImages, FoundImages, TrainingImages
+from lawa_lab.recipes.data.images import ImagesAndLabels, NormalizedBatches, normalize
+from lawa_lab.recipes.image_task import (
+    CALIBRATION_EPOCH,
+    NOT_COUNTED,
+    Classification,
+    own_part,
+)
+from lawa_lab.recipes.task import Batch, Place, seeded
+from torch_lawa.errors import DataError
+
+__all__ = ["StreamedImageTask"]
+
+# ImageNet's, as everybody takes them, in units of bytes.
+_MEAN = (123.675, 116.28, 103.53)
+_DEVIATION = (58.395, 57.12, 57.375)
+
+_KEPT_BYTES = 8 * 2**30
+
+
+class StreamedImageTask(Classification):
+    """A tree of image files as a `Task`: random views, cross-entropy, top-1 and top-5 accuracy.
+
+    Batches do not depend on the number of workers: a view follows from seed, epoch and image.
+    Held-out images are decoded once where this process's part of them takes no more than
+    `kept_bytes`, since raw and averaged weights are evaluated on the same ones again and again.
+    """
+
+    def __init__(
+        self,
+        *,
+        found: FoundImages,
+        size: int,
+        build: Callable[[], nn.Module],
+        seed: int,
+        place: Place,
+        batch_size: int,
+        batch_norm_batches: int,
+        num_workers: int,
+        evaluate_batch_size: int = 250,
+        kept_bytes: int = _KEPT_BYTES,
+        prefix: str = "valid",
+    ) -> None:
+        super().__init__(
+            num_train=len(found.train_paths),
+            num_test=len(found.val_paths),
+            num_classes=len(found.class_names),
+            build=build,
+            seed=seed,
+            place=place,
+            batch_size=batch_size,
+            batch_norm_batches=batch_norm_batches,
+            prefix=prefix,
+        )
+        self._num_workers, self._evaluate_batch_size = num_workers, evaluate_batch_size
+        self._mean = torch.tensor(_MEAN, device=place.device)
+        self._deviation = torch.tensor(_DEVIATION, device=place.device)
+        self._files = TrainingImages(found.train_paths, size, seed=seed)
+        self._labels = torch.tensor(found.train_labels)
+        chosen, counted = own_part(self._num_test, place)
+        self._test_files = EvaluationImages([found.val_paths[i] for i in chosen.tolist()], size)
+        labels = torch.tensor(found.val_labels)[chosen]
+        self._test_labels = labels.masked_fill(~counted, NOT_COUNTED)
+        self._keep = len(chosen) * 3 * size**2 <= kept_bytes
+        self._kept: Tensor | None = None
+        self._order, self._test_order = _Keys(), _Keys()
+        self._loader = self._read(self._files, self._order, lasting=True)
+        self._test_loader = self._read(self._test_files, self._test_order, lasting=not self._keep)
+
+    def _read(self, files: Any, keys: "_Keys", *, lasting: bool) -> DataLoader[Tensor]:
+        return DataLoader(
+            files,
+            batch_sampler=keys,
+            num_workers=self._num_workers,
+            pin_memory=lasting and self._place.device.type == "cuda",
+            persistent_workers=lasting and self._num_workers > 0,
+            worker_init_fn=_ignore_interrupts,
+            # Its own: theirs would draw from the generator that dropout draws from.
+            generator=torch.Generator(),
+        )
+
+    def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
+        """An epoch in random order; the images left over make no batch.
+
+        One epoch at a time: a call ends the epoch that was read before.
+        """
+        chosen = self._chosen(epoch, range(first, self.num_batches))
+        chosen = [batch[self._place.share(self._batch_size)] for batch in chosen]
+        self._order.read_next(chosen, epoch)
+        for batch, images in zip(chosen, _told(self._loader), strict=True):
+            yield self._ready(images, self._labels[batch])
+
+    def _chosen(self, epoch: int, indices: range) -> list[Tensor]:
+        generator = seeded(torch.device("cpu"), self._seed, epoch)
+        order = torch.randperm(len(self._files), generator=generator)
+        return [order[i * self._batch_size : (i + 1) * self._batch_size] for i in indices]
+
+    def _ready(self, images: Tensor, labels: Tensor) -> ImagesAndLabels:
+        device = self._place.device
+        images, labels = (tensor.to(device, non_blocking=True) for tensor in (images, labels))
+        return normalize(images, self._mean, self._deviation), labels
+
+    def calibration(self) -> Sequence[Batch]:
+        """Whole batches of an epoch of their own, augmented as in training."""
+        if self._calibration is None:
+            keys, chosen = _Keys(), self._chosen(CALIBRATION_EPOCH, range(self._num_calibration))
+            keys.read_next(chosen, CALIBRATION_EPOCH)
+            read = _told(self._read(self._files, keys, lasting=False))
+            # Out of the memory that workers share, of which there may be little.
+            batches = [
+                (images.clone(), self._labels[batch])
+                for batch, images in zip(chosen, read, strict=True)
+            ]
+            self._calibration = NormalizedBatches(batches, self._mean, self._deviation)
+        return self._calibration
+
+    def _test_batches(self) -> Iterator[ImagesAndLabels]:
+        labels = torch.split(self._test_labels, self._evaluate_batch_size)
+        if self._kept is None:
+            everything = torch.arange(len(self._test_files))
+            self._test_order.read_next(torch.split(everything, self._evaluate_batch_size))
+            read = _told(self._test_loader)
+            if not self._keep:
+                yield from map(self._ready, read, labels)
+                return
+            kept, begin = None, 0
+            for images in read:
+                if kept is None:
+                    kept = images.new_empty(len(everything), *images.shape[1:])
+                kept[begin : begin + len(images)] = images
+                begin += len(images)
+            self._kept = kept
+        assert self._kept is not None
+        yield from map(self._ready, torch.split(self._kept, self._evaluate_batch_size), labels)
+
+
+class _Keys(Sampler[list[Any]]):
+    """What a loader reads next, batch by batch; workers need not be started anew to be told."""
+
+    def __init__(self) -> None:
+        self.read_next(())
+
+    def read_next(self, batches: Sequence[Tensor], epoch: int | None = None) -> None:
+        """Images by their numbers, or by the pair of an epoch and their number."""
+        self._batches, self._epoch = batches, epoch
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        batches, epoch = self._batches, self._epoch
+        for batch in batches:
+            numbers = batch.tolist()
+            yield numbers if epoch is None else [(epoch, number) for number in numbers]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+def _ignore_interrupts(worker: int) -> None:
+    """Ctrl-C reaches all processes; the one that trains still wants its batch, to save and end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _told(loader: DataLoader[Tensor]) -> Iterator[Tensor]:
+    """The loader's batches; a worker's error without the worker's stack around it."""
+    try:
+        yield from loader
+    except DataError as error:
+        # The frames hold the loader in a cycle, and workers that wait for the garbage collector
+        # are not told to end: it takes seconds until they are given up.
+        error.__traceback__ = None
+        raise DataError(str(error).rsplit("DataError: ", 1)[-1].strip()) from None

@@ -1,0 +1,1 @@
+"""What averaging a model of a given size costs on given machines: `lawa plan`."""

@@ -1,0 +1,1 @@
+"""Which checkpoints an input names, and in which order."""

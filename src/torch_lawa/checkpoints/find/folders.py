@@ -1,0 +1,262 @@
+"""What lies in a folder: one checkpoint, a run's checkpoints, or something that cannot be read."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch_lawa.checkpoints.find.step_names import (
+    SHARD,
+    UNFINISHED,
+    few,
+    is_temporary,
+    parse_name,
+    parse_names,
+    reason_against,
+)
+from torch_lawa.checkpoints.formats.base import Progress
+from torch_lawa.checkpoints.formats.huggingface import INDEXES, WEIGHTS
+from torch_lawa.checkpoints.storage.paths import Place
+from torch_lawa.errors import FormatError
+
+__all__ = ["Contents", "Entry", "describe_left_out", "examine", "examine_run"]
+
+_DEPTH = 3  # RUN/iter_0001000/mp_rank_00/model_optim_rng.pt
+_MANY_FOLDERS = 64  # a sub-folder that holds more of them holds data
+_RUN_FOLDERS = ("checkpoints", "checkpoint")
+_VERSION = re.compile(r"version_[0-9]+")
+_NO_CHECKPOINTS = re.compile(r"optimizer(_[0-9]+)?|wandb|__pycache__")
+
+# What a name in a folder tells about it, and what to do then.
+_FOREIGN = (
+    (
+        re.compile(r"(mp_rank_|zero_pp_rank_|bf16_zero_|fp16_zero_|layer_).*_states\.pt"),
+        "a DeepSpeed checkpoint, which is not supported: its zero_to_fp32.py makes a readable one",
+    ),
+    (
+        re.compile(r"mp_rank_(?!00(_0+)*$)[0-9_]+"),
+        "a model-parallel Megatron checkpoint, which is not supported: merge its ranks into one",
+    ),
+    (
+        re.compile(r"model_index\.json"),
+        "a pipeline of Diffusers with several models: give the sub-folder of the one you mean",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A checkpoint that was come across: what to open, and what it is called in its folder.
+
+    The two differ where a folder wraps the checkpoint, as in `step-500/model/.metadata`.
+    """
+
+    place: Place
+    shown: Place
+
+
+@dataclass
+class Contents:
+    """What was found in a folder."""
+
+    folder: Place
+    own: tuple[str, ...] = ()  # names of its own weights, as Hugging Face libraries write them
+    entries: list[Entry] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)  # name -> why
+    runs: list[str] = field(default_factory=list)  # sub-folders that hold several checkpoints
+    distributed: bool = False
+    foreign: str | None = None
+    series: bool = False  # whether names in it are a run's, whatever weights lie beside them
+
+    @property
+    def checkpoint(self) -> Place | None:
+        """The one checkpoint that the folder is, or wraps; None for a run and for nothing."""
+        if self.distributed or (self.own and not self.series):
+            return self.folder
+        if self.own or self.runs or len(self.entries) != 1:
+            return None
+        return self.entries[0].place
+
+    @property
+    def is_run(self) -> bool:
+        """Whether it holds checkpoints of which some must be chosen."""
+        if self.checkpoint is None:
+            return bool(self.num_numbered or (self.entries and not self.runs))
+        # A run may have one checkpoint so far, but in `step-500/model_0` it is the folder's.
+        wraps = self.checkpoint != self.folder and parse_name(self.folder.name) == Progress()
+        return wraps and self.num_numbered > 0
+
+    @property
+    def progress(self) -> list[Progress]:
+        """What the entries' names say."""
+        return parse_names([entry.shown.name for entry in self.entries])
+
+    @property
+    def num_numbered(self) -> int:
+        """How many entries have a step or an epoch in their name."""
+        return sum(found != Progress() for found in self.progress)
+
+    def explain(self) -> str:
+        """Why there is no checkpoint here, and what to do about it."""
+        if self.foreign is not None:
+            return f"{self.folder}: {self.foreign}."
+        if self.runs:
+            return (
+                f"{self.folder}: holds folders with several checkpoints each ({few(self.runs)}). "
+                "Give one of these, or the checkpoints themselves."
+            )
+        text = f"{self.folder}: no checkpoint here or one folder down"
+        if self.left_out:
+            return text + f"; found {describe_left_out(self.left_out)}."
+        return text + f"; looked for {WEIGHTS[0]} and the like, .metadata, *.safetensors, *.pt, …"
+
+
+def describe_left_out(left_out: dict[str, str]) -> str:
+    """Names by the reason they share."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in left_out.items():
+        reasons.setdefault(why, []).append(name)
+    return "; ".join(f"{few(names)} ({why})" for why, names in reasons.items())
+
+
+def examine(folder: Place, depth: int = _DEPTH) -> Contents:
+    """Look into a folder, and into its sub-folders as far as a checkpoint may be wrapped.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from torch_lawa.checkpoints.storage.paths import LocalPlace
+    >>> run = Path(tempfile.mkdtemp())
+    >>> for name in ("step-500/model/.metadata", "step-500/optimizer/.metadata", "best.pt"):
+    ...     (run / name).parent.mkdir(parents=True, exist_ok=True)
+    ...     (run / name).touch()
+    >>> [entry.place.path.relative_to(run).as_posix() for entry in examine(LocalPlace(run)).entries]
+    ['best.pt', 'step-500/model']
+    """
+    children = folder.children()
+    names = [child.name for child in children]
+    own = tuple(name for name in (*WEIGHTS, *INDEXES) if name in names)
+    contents = Contents(folder, own, distributed=".metadata" in names)
+    if contents.distributed:
+        return contents
+    contents.foreign = None if own else _foreign(names)
+    if contents.foreign is not None:
+        return contents
+    visible = [child for child in children if not child.name.startswith(".")]
+    is_folder = {child: child.is_folder() for child in visible}  # before any other is listed
+    for child in visible:
+        if not is_folder[child] and child.name not in own:
+            _add_file(contents, child)
+    contents.series = any(parse_name(e.shown.name) != Progress() for e in contents.entries)
+    if depth:
+        _add_folders(contents, [child for child in visible if is_folder[child]], depth)
+    return contents
+
+
+def examine_run(folder: Place) -> Contents:
+    """Look into a folder and, where the checkpoints are not there, where frameworks put them.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from torch_lawa.checkpoints.storage.paths import LocalPlace
+    >>> run = Path(tempfile.mkdtemp())
+    >>> (run / "checkpoints").mkdir()
+    >>> (run / "checkpoints/epoch=3-step=400.ckpt").touch()
+    >>> [entry.shown.name for entry in examine_run(LocalPlace(run)).entries]
+    ['epoch=3-step=400.ckpt']
+    """
+    contents = examine(folder)
+    if contents.distributed or contents.foreign is not None:
+        return contents
+    containers = _containers(folder)
+    inner = [] if contents.num_numbered else [examine(place) for place in containers]
+    holding = [found for found in inner if _holds(found)]
+    numbered = [found for found in holding if found.num_numbered]
+    chosen = numbered if _holds(contents) else numbered or holding
+    if len(chosen) > 1:
+        raise FormatError(
+            f"{folder}: holds several runs ({few(c.folder for c in chosen)}). Give one of these."
+        )
+    if chosen:
+        for name in (*contents.own, *(entry.shown.name for entry in contents.entries)):
+            chosen[0].left_out[str(folder.child(name))] = f"not in {chosen[0].folder}"
+        return chosen[0]
+    if _holds(contents):
+        for place in containers:
+            contents.left_out[str(place)] = f"checkpoints are in {folder} itself"
+        return contents
+    return next((found for found in inner if found.left_out or found.runs), contents)
+
+
+def _containers(folder: Place) -> list[Place]:
+    """Sub-folders that are known to hold a run's checkpoints."""
+    found = [folder.child(name) for name in _RUN_FOLDERS]
+    for logs in (folder, folder.child("lightning_logs")):
+        if logs.is_folder():
+            versions = [child for child in logs.children() if _VERSION.fullmatch(child.name)]
+            found += [version.child("checkpoints") for version in versions]
+    return [place for place in found if place.is_folder()]
+
+
+def _is_container(name: str) -> bool:
+    return name in (*_RUN_FOLDERS, "lightning_logs") or bool(_VERSION.fullmatch(name))
+
+
+def _holds(contents: Contents) -> bool:
+    return contents.checkpoint is not None or bool(contents.entries)
+
+
+def _add_file(contents: Contents, file: Place) -> None:
+    why = UNFINISHED if is_temporary(file.name) else reason_against(file.name)
+    if why is None and file.is_file():  # a link may lead nowhere
+        contents.entries.append(Entry(file, file))
+    elif why == UNFINISHED or (why == SHARD and not contents.own):
+        contents.left_out[file.name] = why
+
+
+def _add_folders(contents: Contents, folders: list[Place], depth: int) -> None:
+    if depth == _DEPTH:
+        folders = [folder for folder in folders if not _is_container(folder.name)]
+    elif len(folders) > _MANY_FOLDERS:
+        return
+    # A model's folder is a run only if its sub-folders' names say so; do not search them otherwise.
+    if contents.own and not _name_steps(folders):
+        return
+    num_files = len(contents.entries)
+    for folder in folders:
+        _add_folder(contents, folder, depth - 1)
+    contents.series |= _name_steps([entry.shown for entry in contents.entries[num_files:]])
+
+
+def _add_folder(contents: Contents, child: Place, depth: int) -> None:
+    if is_temporary(child.name):
+        contents.left_out[child.name] = UNFINISHED
+        return
+    if _NO_CHECKPOINTS.fullmatch(child.name):
+        return
+    try:
+        inside = examine(child, depth)
+    except OSError as error:  # not ours to read, or deleted by the run meanwhile
+        contents.left_out[child.name] = f"cannot be listed: {error.strerror or error}"
+        return
+    if inside.checkpoint is not None:
+        contents.entries.append(Entry(inside.checkpoint, child))
+    elif inside.entries or inside.runs:
+        contents.runs.append(child.name)
+    elif inside.foreign is not None:
+        contents.left_out[child.name] = inside.foreign
+    elif inside.left_out:
+        contents.left_out[child.name] = describe_left_out(inside.left_out)
+    elif parse_name(child.name) != Progress():
+        contents.left_out[child.name] = "holds no weights"
+
+
+def _foreign(names: Iterable[str]) -> str | None:
+    for pattern, why in _FOREIGN:
+        if any(pattern.fullmatch(name) for name in names):
+            return why
+    return None
+
+
+def _name_steps(places: Sequence[Place]) -> bool:
+    """Whether the names beside a model's own weights are a run's."""
+    found = parse_names([place.name for place in places], alone=False)
+    return any(progress != Progress() for progress in found)

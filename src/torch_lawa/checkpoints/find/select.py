@@ -1,0 +1,269 @@
+"""Which checkpoints a user means, oldest first, and which of them to take.
+
+Nothing is guessed in silence: what was decided or left out stands in the notes of a `Discovery`.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+from torch_lawa.checkpoints.find.expand import gather
+from torch_lawa.checkpoints.find.folders import Entry
+from torch_lawa.checkpoints.find.step_names import few, parse_names
+from torch_lawa.checkpoints.formats.base import Progress
+from torch_lawa.checkpoints.formats.opening import open_checkpoint
+from torch_lawa.checkpoints.storage.paths import Place
+from torch_lawa.errors import ConfigError, FormatError, LawaError
+
+__all__ = ["Discovery", "Found", "discover", "select"]
+
+Number = Literal["step", "epoch"]
+_NUMBERS: tuple[Number, ...] = ("step", "epoch")  # in the order of preference
+_WAYS_OUT = "Give a pattern that matches just those you mean, or the checkpoints themselves."
+
+
+@dataclass(frozen=True)
+class Found:
+    """One checkpoint that was found, not opened yet.
+
+    >>> from torch_lawa.checkpoints.storage.paths import LocalPlace
+    >>> Found(LocalPlace("run/checkpoint-500"), step=500, epoch=None).label
+    'step 500'
+    """
+
+    place: Place
+    step: int | None
+    epoch: int | None
+
+    @property
+    def label(self) -> str:
+        """What to call it: its step, its epoch, or its name."""
+        if self.step is not None:
+            return f"step {self.step}"
+        return self.place.name if self.epoch is None else f"epoch {self.epoch}"
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """The checkpoints that were found, oldest first, and what was decided on the way."""
+
+    found: tuple[Found, ...]
+    ordered_by: Literal["step", "epoch", "given"]
+    is_run: bool  # a run's folder was expanded, so a selection is needed
+    notes: tuple[str, ...] = ()
+
+    @property
+    def numbers(self) -> list[int]:
+        """The steps or epochs that they are ordered by; empty where there are none."""
+        if self.ordered_by == "given":
+            return []
+        return [n for n in _numbers(self.found, self.ordered_by) if n is not None]
+
+
+def discover(inputs: Sequence[str | os.PathLike[str]], *, key: str | None = None) -> Discovery:
+    """Find the checkpoints that files, folders, patterns, URLs or a run's folder name.
+
+    They are ordered by the steps, else the epochs, in their names; where the names have none, each
+    is opened to ask it (`key`: see `open_checkpoint`).
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> run = Path(tempfile.mkdtemp())
+    >>> for name in ("step-1000.pt", "step-500.pt", "best.pt", "optimizer.pt"):
+    ...     (run / name).touch()
+    >>> discovery = discover([run])
+    >>> [found.label for found in discovery.found]
+    ['step 500', 'step 1000']
+    >>> print(*discovery.notes, sep="\\n")
+    left out: best.pt (no step or epoch in the name)
+    """
+    gathered = gather(inputs)
+    if gathered.run is not None:
+        return _order_run(gathered.run, gathered.entries, gathered.notes, key)
+    return _order_given(gathered.entries, gathered.notes, key)
+
+
+def _order_run(run: Place, entries: list[Entry], notes: list[str], key: str | None) -> Discovery:
+    progress = parse_names([entry.shown.name for entry in entries])
+    where = "in the name"
+    # A name that says nothing beside others that do is a copy or a best one: not worth opening.
+    if all(found == Progress() for found in progress):
+        progress = [_read_progress(entry.place, key) for entry in entries]
+        where = "in the name or contents"
+    pairs = list(zip(entries, progress, strict=True))
+    unnumbered = [entry.shown.name for entry, found in pairs if found == Progress()]
+    numbered = [(entry, found) for entry, found in pairs if found != Progress()]
+    if not numbered:
+        raise FormatError(
+            f"{run}: none of {few(unnumbered)} has a step or epoch {where}, so their order is not "
+            "known. Give them one by one, oldest first."
+        )
+    if where != "in the name":
+        notes.append("steps and epochs are those the checkpoints hold: their names have none")
+    if unnumbered:
+        notes.append(f"left out: {few(unnumbered)} (no step or epoch {where})")
+    by = _order_of(run, numbered)
+    found = _sorted([Found(entry.place, p.step, p.epoch) for entry, p in numbered], by)
+    _refuse_ties(run, found, by)
+    return Discovery(found, by, is_run=True, notes=tuple(notes))
+
+
+def _order_of(run: Place, numbered: list[tuple[Entry, Progress]]) -> Number:
+    by_step = [entry.shown.name for entry, found in numbered if found.step is not None]
+    by_epoch = [entry.shown.name for entry, found in numbered if found.epoch is not None]
+    if len(by_step) == len(numbered):
+        return "step"
+    if len(by_epoch) == len(numbered):
+        return "epoch"
+    raise FormatError(
+        f"{run}: some have a step ({few(by_step)}) and some an epoch ({few(by_epoch)}), so their "
+        f"order is not known. {_WAYS_OUT}"
+    )
+
+
+def _refuse_ties(run: Place, found: Sequence[Found], by: Number) -> None:
+    for older, newer in pairwise(found):
+        number = _number(newer, by)
+        if _number(older, by) == number:
+            raise FormatError(
+                f"{run}: {older.place} and {newer.place} are both {by} {number}. {_WAYS_OUT}"
+            )
+
+
+def _order_given(entries: list[Entry], notes: list[str], key: str | None) -> Discovery:
+    progress = parse_names([entry.shown.name for entry in entries], alone=False)
+    for i, entry in enumerate(entries):
+        if progress[i] == Progress():
+            progress[i] = _read_progress(entry.place, key)
+    found = tuple(Found(e.place, p.step, p.epoch) for e, p in zip(entries, progress, strict=True))
+    for by in _NUMBERS:
+        numbers = _numbers(found, by)
+        if None in numbers or len(set(numbers)) < len(numbers):
+            continue
+        ordered = _sorted(found, by)
+        if ordered != found:
+            notes.append(f"ordered by {by}, which is not the order given")
+        return Discovery(ordered, by, is_run=False, notes=tuple(notes))
+    if len(found) > 1:
+        notes.append(f"in the order given, oldest first: {_why_unordered(progress)}")
+    return Discovery(found, "given", is_run=False, notes=tuple(notes))
+
+
+def _why_unordered(progress: list[Progress]) -> str:
+    if all(p == Progress() for p in progress):
+        return "no step or epoch in the names or contents"
+    if any(all(getattr(p, by) is not None for p in progress) for by in _NUMBERS):
+        return "several have the same step or epoch"
+    return "not all have a step, nor an epoch"
+
+
+def _read_progress(place: Place, key: str | None) -> Progress:
+    try:
+        with open_checkpoint(place, key=key) as checkpoint:
+            return checkpoint.progress
+    except LawaError as error:
+        raise type(error)(
+            f"{error} (It was opened to learn its step, which its name does not say.)"
+        ) from error
+
+
+def _number(found: Found, by: Number) -> int | None:
+    return found.step if by == "step" else found.epoch
+
+
+def _numbers(found: Sequence[Found], by: Number) -> list[int | None]:
+    return [_number(each, by) for each in found]
+
+
+def _sorted(found: Sequence[Found], by: Number) -> tuple[Found, ...]:
+    """Oldest first; all have that number."""
+    return tuple(sorted(found, key=lambda each: _number(each, by) or 0))
+
+
+def select(
+    discovery: Discovery,
+    *,
+    last: int | None = None,
+    at: int | None = None,
+    start: int | None = None,
+    stop: int | None = None,
+    every: int | None = None,
+) -> Discovery:
+    """Take some of the checkpoints, by the number (step or epoch) that they are ordered by.
+
+    First those from `start` to `stop`, both included, whose number is a multiple of `every`; then
+    those up to `at`, which must be there; then the `last` newest.
+
+    >>> from torch_lawa.checkpoints.storage.paths import LocalPlace
+    >>> run = [Found(LocalPlace(f"step-{n}.pt"), n, None) for n in range(500, 5001, 500)]
+    >>> discovery = Discovery(tuple(run), "step", is_run=True)
+    >>> select(discovery, last=3, at=4000, every=1000).numbers
+    [2000, 3000, 4000]
+    """
+    _check_values({"last": last, "at": at, "from": start, "to": stop, "every": every})
+    if start is not None and stop is not None and start > stop:
+        raise ConfigError(f"from {start} to {stop}: the first must not be the greater one.")
+    found = discovery.found
+    if not (at is start is stop is every is None):
+        found = _select_numbers(discovery, at, start, stop, every or 1)
+    if last is not None and last > len(found):
+        raise ConfigError(
+            f"the last {last} are asked for and there are {len(found)} "
+            f"({few(each.label for each in found)}). Ask for fewer, or train on."
+        )
+    chosen = replace(discovery, found=found[-(last or 0) :])
+    return replace(chosen, notes=(*discovery.notes, *_describe_gaps(chosen)))
+
+
+def _select_numbers(
+    discovery: Discovery, at: int | None, start: int | None, stop: int | None, every: int
+) -> tuple[Found, ...]:
+    if discovery.ordered_by == "given":
+        raise ConfigError(
+            "these checkpoints have no step or epoch to select by (they are in the order given). "
+            "Give just those to average."
+        )
+    kept = [
+        (each, number)
+        for each, number in zip(discovery.found, discovery.numbers, strict=True)
+        if number >= (start or 0) and (stop is None or number <= stop) and number % every == 0
+    ]
+    if not kept:
+        raise ConfigError(f"no checkpoint is left to average; there are {_range(discovery)}.")
+    numbers = [number for _, number in kept]
+    if at is not None and at not in numbers:
+        nearest = sorted(sorted(numbers, key=lambda n: abs(n - at))[:2])
+        raise ConfigError(
+            f"no checkpoint is at {discovery.ordered_by} {at}. The nearest: {few(nearest)}."
+        )
+    return tuple(each for each, number in kept if at is None or number <= at)
+
+
+def _check_values(values: dict[str, int | None]) -> None:
+    for name, value in values.items():
+        least = 1 if name in ("last", "every") else 0  # some count epochs from 0
+        if value is not None and value < least:
+            raise ConfigError(f"{name}={value}: it must be at least {least}.")
+
+
+def _range(discovery: Discovery) -> str:
+    numbers = discovery.numbers
+    if len(numbers) == 1:
+        return discovery.found[0].label
+    return f"{len(numbers)} from {discovery.ordered_by} {numbers[0]} to {numbers[-1]}"
+
+
+def _describe_gaps(discovery: Discovery) -> list[str]:
+    """A window is meant to be evenly spaced; say where it is not."""
+    pairs = list(pairwise(discovery.numbers))
+    gaps = Counter(newer - older for older, newer in pairs)
+    if len(gaps) < 2:
+        return []
+    usual, count = gaps.most_common(1)[0]
+    if 2 * count <= len(pairs):
+        return [f"uneven {discovery.ordered_by}s: from {min(gaps)} to {max(gaps)} between two"]
+    others = few((f"{b - a} between {a} and {b}" for a, b in pairs if b - a != usual), limit=3)
+    return [f"uneven {discovery.ordered_by}s: {usual} between most, {others}"]

@@ -1,0 +1,169 @@
+"""What the name of a file or folder says: how far its run was, or that it holds no weights.
+
+Names are read with care: a number that may be a size, a version or a seed is not taken for a step.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from torch_lawa.checkpoints.formats.base import Progress
+from torch_lawa.checkpoints.formats.opening import SUFFIXES
+from torch_lawa.checkpoints.storage.atomic import TEMPORARY
+
+__all__ = [
+    "SHARD",
+    "UNFINISHED",
+    "few",
+    "is_temporary",
+    "parse_name",
+    "parse_names",
+    "reason_against",
+    "stem_of",
+]
+
+# A labelled number stands by itself: no letter or digit before the label or after the number, and
+# no second number right behind (`step-1k`, `step_1_000` and `step=1.5` are not guessed at).
+_LABELLED = r"(?<![^\W_])(?:{})[ _=.-]?([0-9]{{1,18}})(?![^\W_]|[\W_][0-9])"
+_STEP = re.compile(_LABELLED.format(r"(?:global)?steps?|iter(?:ation)?s?|batch|ba"), re.IGNORECASE)
+_EPOCH = re.compile(_LABELLED.format(r"epochs?|ep"), re.IGNORECASE)
+# `checkpoint-500` names the file more than the number, so just the end of a name counts:
+# `checkpoint-500-merged` is another thing than `checkpoint-500`.
+_CHECKPOINT = re.compile(_LABELLED.format(r"checkpoint|ckpt|chkpt") + r"$", re.IGNORECASE)
+# fairseq's epoch and update; beside such names its `checkpoint3` is the end of an epoch.
+_EPOCH_UPDATE = re.compile(r"checkpoint_([0-9]{1,18})_([0-9]{1,18})")
+_BARE = re.compile(r"(?P<rest>(?:.*?(?P<before>[^\W_]+)[_.=-])?)(?P<number>[0-9]{1,18})", re.DOTALL)
+_OTHER_COUNTS = frozenset(
+    ("fold", "fsdp", "part", "rank", "run", "seed", "shard", "top", "trial", "version", "worker")
+)
+
+UNFINISHED = "unfinished"
+SHARD = "a shard: give the folder it lies in, with its index"
+# What trainers call a checkpoint until it is whole; `tmp-checkpoint-500` is the Trainer's.
+_TEMPORARY = re.compile(r"tmp[-_.].*|.*[-_.]te?mp|.*\.(partial|incomplete)", re.IGNORECASE)
+_SHARD = re.compile(r"[-_.][0-9]+-of-[0-9]+$")
+_NOT_WEIGHTS = (
+    *("optimizer.*", "optimizer_*", "optim.*", "scheduler.*", "scheduler_*", "scaler.*"),
+    *("distrib_optim.pt", "sampler.*", "sampler_*", "dl_state_dict*"),
+    *("rng_state*", "random_states*", "training_args.bin", "recipe_state.pt"),
+    *("trainer_state.json", "*.index.json", "*tfevents*"),
+)
+
+
+def stem_of(name: str) -> str:
+    """A name without the endings of checkpoints.
+
+    >>> stem_of("checkpoint-12.pth.tar"), stem_of("epoch=3-val_loss=0.25.ckpt"), stem_of("v1.5")
+    ('checkpoint-12', 'epoch=3-val_loss=0.25', 'v1.5')
+    """
+    while name.lower().endswith(SUFFIXES):
+        name = name[: name.rindex(".")]
+    return name
+
+
+def parse_name(name: str) -> Progress:
+    """The step and epoch that a name spells out, on its own.
+
+    >>> parse_name("epoch=3-step=400.ckpt"), parse_name("iter_0000500")
+    (Progress(step=400, epoch=3), Progress(step=500, epoch=None))
+    >>> parse_name("checkpoint_3_1500.pt")
+    Progress(step=1500, epoch=3)
+    >>> parse_name("llama-3-8b"), parse_name("step-1k")
+    (Progress(step=None, epoch=None), Progress(step=None, epoch=None))
+    """
+    stem = stem_of(name)
+    if pair := _EPOCH_UPDATE.fullmatch(stem):
+        return Progress(step=int(pair[2]), epoch=int(pair[1]))
+    steps = _STEP.findall(stem) or _CHECKPOINT.findall(stem)
+    return Progress(step=_only(steps), epoch=_only(_EPOCH.findall(stem)))
+
+
+def parse_names(names: Sequence[str], *, alone: bool = True) -> list[Progress]:
+    """The step and epoch of each of the names that lie in one folder.
+
+    Where no name spells one out, a bare number at the end is a step if all names that have one are
+    the same outside of it. `alone` says whether that may be a single name with nothing beside it.
+
+    >>> [p.step for p in parse_names(["model_0500.pt", "model_1000.pt", "model_best.pt"])]
+    [500, 1000, None]
+    >>> [p.step for p in parse_names(["vit-16.pt", "resnet-50.pt"])]
+    [None, None]
+    """
+    spelled = [parse_name(name) for name in names]
+    if any(found != Progress() for found in spelled):
+        return _with_epochs(names, spelled)
+    bare = [_bare_number(stem_of(name)) for name in names]
+    rests = [found[0] for found in bare if found is not None]
+    enough = len(rests) > 1 or rests == [""] or (alone and len(names) == 1)
+    if len(set(rests)) != 1 or not enough:
+        return spelled
+    return [Progress() if found is None else Progress(step=found[1]) for found in bare]
+
+
+def reason_against(name: str) -> str | None:
+    """Why a file of this name is not a checkpoint by itself; None where it may be one.
+
+    >>> reason_against("optimizer.pt"), reason_against("model-00001-of-00003.safetensors")
+    ('not weights', 'a shard: give the folder it lies in, with its index')
+    >>> reason_against("model.safetensors") is None
+    True
+    """
+    lowered = name.lower()
+    if lowered.endswith(TEMPORARY):
+        return UNFINISHED
+    if any(fnmatchcase(lowered, pattern) for pattern in _NOT_WEIGHTS):
+        return "not weights"
+    if _SHARD.search(stem_of(lowered)):
+        return SHARD
+    if not lowered.endswith(SUFFIXES):
+        return f"not a checkpoint by its name; known are {', '.join(SUFFIXES)} and folders"
+    return None
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a name is one that checkpoints have while they are written.
+
+    >>> is_temporary("tmp-checkpoint-500"), is_temporary("checkpoint-500")
+    (True, False)
+    """
+    return _TEMPORARY.fullmatch(stem_of(name)) is not None
+
+
+def few(names: Iterable[object], limit: int = 6) -> str:
+    """Names for a message, not too many of them.
+
+    >>> few(["a", "b", "c"], limit=2)
+    'a, b and 1 more'
+    """
+    listed = [str(name) for name in names]
+    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
+    return ", ".join(listed[:limit]) + more
+
+
+def _with_epochs(names: Sequence[str], spelled: list[Progress]) -> list[Progress]:
+    """Beside `checkpoint_3_1500` the 3 of `checkpoint3` is an epoch, not a step."""
+    stems = [stem_of(name) for name in names]
+    if not any(_EPOCH_UPDATE.fullmatch(stem) for stem in stems):
+        return spelled
+    return [
+        Progress(epoch=found.step) if _CHECKPOINT.fullmatch(stem) else found
+        for stem, found in zip(stems, spelled, strict=True)
+    ]
+
+
+def _only(numbers: Iterable[str]) -> int | None:
+    """The number, unless there are several that differ."""
+    values = {int(number) for number in numbers}
+    return values.pop() if len(values) == 1 else None
+
+
+def _bare_number(stem: str) -> tuple[str, int] | None:
+    """The number that is the last token of a stem, and what stands before it."""
+    found = _BARE.fullmatch(stem)
+    if found is None:
+        return None
+    rest, before = found["rest"], (found["before"] or "").lower()
+    decimal = rest.endswith(".") and before[-1:].isdigit()  # v1.5
+    if decimal or before.isdigit() or before in _OTHER_COUNTS:
+        return None
+    return rest, int(found["number"])

@@ -1,0 +1,1 @@
+"""Checkpoint formats: how tensors are read from and written to files."""

@@ -1,0 +1,101 @@
+"""What every checkpoint offers, whatever its format: named tensors, and their bytes in pieces."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from torch_lawa.mean.dtypes import DTYPES
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from torch_lawa.checkpoints.storage.paths import Place
+
+    Bytes = NDArray[np.uint8]
+
+__all__ = ["Checkpoint", "Layout", "Progress", "TensorSpec"]
+
+Layout = Literal["single", "sharded", "distributed"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """The dtype (safetensors' name for it) and shape of a tensor.
+
+    >>> TensorSpec("BF16", (2, 3)).nbytes
+    12
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many values it has."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes they take."""
+        return self.numel * DTYPES[self.dtype].itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the run was, as the checkpoint's own contents say; None where they do not."""
+
+    step: int | None = None
+    epoch: int | None = None
+
+
+@dataclass
+class Checkpoint(ABC):
+    """An open checkpoint: what it holds is known, its values are read when asked for.
+
+    `tensors` has every tensor once; `aliases` are the other names of tied ones. `read` gives the
+    bytes `begin` to `end` of a tensor's values in row-major order, little-endian, as a view of the
+    file where it can be. It may be called from several threads.
+    """
+
+    place: "Place"
+    format: str  # for people: "safetensors", "PyTorch file", ...
+    layout: Layout
+    tensors: Mapping[str, TensorSpec]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    progress: Progress = field(default_factory=Progress)
+    notes: tuple[str, ...] = ()  # choices made in reading it that a user should know of
+
+    @abstractmethod
+    def read(self, name: str, begin: int, end: int) -> "Bytes":
+        """Bytes `begin` to `end` of the tensor `name`."""
+
+    @abstractmethod
+    def file_of(self, name: str) -> "Place":
+        """The file that holds the tensor `name`: for messages, and to keep a layout."""
+
+    @property
+    @abstractmethod
+    def files(self) -> "list[Place]":
+        """Every file that holds weights."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back files and mappings; views that were read stay valid."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec.nbytes for spec in self.tensors.values())
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

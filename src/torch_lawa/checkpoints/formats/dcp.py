@@ -1,0 +1,282 @@
+"""Folders of `torch.distributed.checkpoint`, read without PyTorch and without processes.
+
+`.metadata` is a pickle that says which chunks a tensor has and where they lie; a chunk is a small
+file of `torch.save` within a `.distcp` file. Nothing in either is executed.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from torch_lawa.checkpoints.formats.base import Checkpoint, Progress, TensorSpec
+from torch_lawa.checkpoints.formats.dcp_chunks import Chunk, ChunkedTensor, find_problem
+from torch_lawa.checkpoints.formats.safe_pickle import Label, Record, load_pickle
+from torch_lawa.checkpoints.formats.state_dicts import (
+    PROGRESS_KEYS,
+    find_progress,
+    find_weights,
+    is_training_state,
+)
+from torch_lawa.checkpoints.formats.torch_archive import load_archive
+from torch_lawa.checkpoints.formats.torch_tensors import CODES, MAKERS, StoredTensor, as_size
+from torch_lawa.checkpoints.storage.paths import Place, Source
+from torch_lawa.errors import FormatError
+
+if TYPE_CHECKING:
+    from torch_lawa.checkpoints.formats.base import Bytes
+
+__all__ = ["DistributedCheckpoint"]
+
+_HOME = "torch.distributed.checkpoint"
+_TENSOR = f"{_HOME}.metadata.TensorStorageMetadata"
+_RECORDS = [
+    *(
+        f"{_HOME}.metadata.{name}"
+        for name in (
+            *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "MetadataIndex"),
+            *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"),
+        )
+    ),
+    f"{_HOME}.filesystem._StorageInfo",
+    f"{_HOME}.filesystem._StoragePrefix",
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+]
+_Item = tuple[str, tuple[int, ...] | None]  # the name of an entry, and where a chunk begins in it
+
+
+class DistributedCheckpoint(Checkpoint):
+    """A folder of `torch.distributed.checkpoint`; tensors are whole, whatever the ranks were.
+
+    `key` is the dotted entry with the weights ("" for the top).
+    """
+
+    def __init__(self, folder: Place, *, key: str | None = None) -> None:
+        self._folder = folder
+        self._sources: dict[str, Source] = {}
+        self._loaded: dict[Chunk, StoredTensor] = {}
+        metadata = _Metadata(folder.child(".metadata"))
+        weights = find_weights(metadata.tree(key), _Ref, folder, key=key, all_if_unclear=True)
+        self.key, notes = weights.key, weights.notes
+        if self.key and key is None and not notes:
+            notes = (f"weights under {self.key!r}",)
+        try:
+            self._tensors = {n: self._open(n, ref, metadata) for n, ref in weights.tensors.items()}
+            progress = self._find_progress(metadata)
+        except BaseException:
+            self.close()
+            raise
+        super().__init__(
+            place=folder,
+            format="PyTorch distributed checkpoint",
+            layout="distributed",
+            tensors={name: tensor.spec for name, tensor in self._tensors.items()},
+            progress=progress,
+            notes=notes,
+        )
+
+    def read(self, name: str, begin: int, end: int) -> "Bytes":
+        return self._tensors[name].read(begin, end)
+
+    def file_of(self, name: str) -> Place:
+        chunks = self._tensors[name].chunks
+        return self._folder.child(chunks[0].file) if chunks else self._folder
+
+    @property
+    def files(self) -> list[Place]:
+        found = {chunk.file for tensor in self._tensors.values() for chunk in tensor.chunks}
+        return [self._folder.child(file) for file in sorted(found)]
+
+    def close(self) -> None:
+        for source in self._sources.values():
+            source.close()
+
+    def _open(self, name: str, ref: "_Ref", metadata: "_Metadata") -> ChunkedTensor:
+        spec, chunks = metadata.describe(ref)
+        problem = find_problem(spec.shape, chunks)
+        if problem:
+            raise FormatError(f"{metadata.place}: tensor {name!r}: {problem}.")
+        for chunk in chunks:
+            self._check_range(name, chunk)
+        return ChunkedTensor(spec, chunks, partial(self._load, name, spec.dtype))
+
+    def _check_range(self, name: str, chunk: Chunk) -> None:
+        place = self._folder.child(chunk.file)
+        if chunk.file not in self._sources:
+            if not place.is_file():
+                raise FormatError(f"{place}: the file that holds {name!r} is not there.")
+            self._sources[chunk.file] = place.open()
+        size = self._sources[chunk.file].size
+        if chunk.offset + chunk.length > size:
+            raise FormatError(
+                f"{place}: {name!r} lies at {chunk.offset} to {chunk.offset + chunk.length}, and "
+                f"the file has {size} bytes. It is truncated; write the checkpoint again."
+            )
+
+    def _load(self, name: str, dtype: str, chunk: Chunk) -> StoredTensor:
+        found = self._loaded.get(chunk)
+        if found is None:
+            found = self._load_item(name, chunk)
+            if not isinstance(found, StoredTensor) or found.spec != TensorSpec(dtype, chunk.sizes):
+                what = found.spec if isinstance(found, StoredTensor) else type(found).__name__
+                raise FormatError(
+                    f"{self._folder.child(chunk.file)}: the chunk at {chunk.offset} of tensor "
+                    f"{name!r} is {what}, expected {TensorSpec(dtype, chunk.sizes)}."
+                )
+            self._loaded[chunk] = found
+        return found
+
+    def _load_item(self, name: str, chunk: Chunk) -> Any:
+        end = chunk.offset + chunk.length
+        source, place = self._sources[chunk.file], self._folder.child(chunk.file)
+        try:
+            return load_archive(source, place, chunk.offset, end)
+        except FormatError as error:
+            raise FormatError(f"{error} (Bytes {chunk.offset} to {end}, for {name!r}.)") from None
+
+    def _find_progress(self, metadata: "_Metadata") -> Progress:
+        found = {}
+        for name in PROGRESS_KEYS:
+            try:
+                chunk = metadata.locate(name, None, ())
+                self._check_range(name, chunk)
+                found[name] = self._load_item(name, chunk)
+            except FormatError:  # not there, or not plain: then it is not known
+                continue
+        return find_progress(found)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Ref:
+    """A tensor of the metadata, not looked at yet: most may be the optimizer's."""
+
+    name: str
+    record: Record
+
+
+class _Metadata:
+    """What `.metadata` says, checked when it is asked for."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        if not place.is_file():
+            raise FormatError(f"{place}: not there, so this is no distributed checkpoint.")
+        source = place.open()
+        try:
+            makers = {**MAKERS, **dict.fromkeys(_RECORDS)}
+            state = self._state(load_pickle(source.view(0, source.size), place, makers))
+        finally:
+            source.close()
+        self._entries = self._dict(state.get("state_dict_metadata"))
+        self._paths = state.get("planner_data")
+        self._items: dict[_Item, dict[str, Any]] = {}
+        for index, info in self._dict(state.get("storage_data")).items():
+            self._items[self._item(index)] = self._state(info)
+
+    def _item(self, index: object) -> _Item:
+        state = self._state(index)
+        name, offset = state.get("fqn"), state.get("offset")
+        start = None if offset is None else as_size(offset)
+        if not isinstance(name, str) or (start is None and offset is not None):
+            raise FormatError(f"{self.place}: the index of stored items in it is broken.")
+        return name, start
+
+    def tree(self, key: str | None) -> dict[object, object]:
+        """The tensors, nested as they were when they were saved."""
+        names = [
+            name
+            for name, entry in self._entries.items()
+            if isinstance(name, str) and isinstance(entry, Record) and entry.path == _TENSOR
+        ]
+        tree: dict[object, object] = {}
+        for name, path in zip(names, self._find_paths(names, key), strict=True):
+            node = tree
+            for part in path[:-1]:
+                below = node.setdefault(part, {})
+                if not isinstance(below, dict):
+                    raise FormatError(f"{self.place}: {name!r} lies within another tensor.")
+                node = below
+            if path[-1] in node:
+                raise FormatError(f"{self.place}: two tensors have the place of {name!r}.")
+            node[path[-1]] = _Ref(name, self._entries[name])
+        return tree
+
+    def _find_paths(self, names: list[str], key: str | None) -> Iterable[tuple[object, ...]]:
+        if isinstance(self._paths, dict):
+            return [self._check_path(name, self._paths.get(name, (name,))) for name in names]
+        if key is not None:
+            return [
+                (key, name[len(key) + 1 :]) if name.startswith(f"{key}.") else (name,)
+                for name in names
+            ]
+        # Not saved by the default planner. A dot may be one of a module's name or of nesting.
+        nested = any(map(is_training_state, names))
+        return [tuple(name.split(".", 1)) if nested else (name,) for name in names]
+
+    def _check_path(self, name: str, path: object) -> tuple[object, ...]:
+        if isinstance(path, tuple) and path and all(isinstance(p, str | int) for p in path):
+            return path
+        raise FormatError(f"{self.place}: the path of {name!r} in the state dict is broken.")
+
+    def describe(self, ref: _Ref) -> tuple[TensorSpec, tuple[Chunk, ...]]:
+        """The spec of a tensor, and its chunks that are not empty."""
+        state = self._state(ref.record)
+        properties, shape = state.get("properties"), as_size(state.get("size"))
+        values = properties.state if isinstance(properties, Record) else None
+        label = values[0] if isinstance(values, tuple) and values else None
+        if isinstance(values, dict):
+            label = values.get("dtype")
+        records = state.get("chunks")
+        if not isinstance(label, Label) or shape is None or not isinstance(records, list):
+            raise FormatError(f"{self.place}: what it says of {ref.name!r} is broken.")
+        if label.path not in CODES:
+            raise FormatError(
+                f"{self.place}: tensor {ref.name!r} is of {label.path}, which safetensors cannot "
+                "hold."
+            )
+        chunks = []
+        for record in records:
+            part = self._state(record)
+            starts, sizes = as_size(part.get("offsets")), as_size(part.get("sizes"))
+            if starts is None or sizes is None:
+                raise FormatError(f"{self.place}: a chunk of {ref.name!r} is broken.")
+            if 0 not in sizes:  # ranks without a share of a tensor write empty ones
+                chunks.append(self.locate(ref.name, starts, sizes))
+        return TensorSpec(CODES[label.path], shape), tuple(chunks)
+
+    def locate(self, name: str, starts: tuple[int, ...] | None, sizes: tuple[int, ...]) -> Chunk:
+        """Where an item is stored."""
+        where = "" if starts is None else f" at {starts}"
+        info = self._items.get((name, starts))
+        if info is None:
+            raise FormatError(f"{self.place}: does not say where {name!r}{where} is stored.")
+        if info.get("transform_descriptors"):
+            raise FormatError(
+                f"{self.place}: {name!r} is stored compressed or otherwise transformed: save it "
+                "without extensions."
+            )
+        file, at = info.get("relative_path"), as_size([info.get("offset"), info.get("length")])
+        if not isinstance(file, str) or at is None or not _is_beside(file):
+            raise FormatError(
+                f"{self.place}: places {name!r}{where} in {file!r:.200}; it must be a range of a "
+                "file in the folder."
+            )
+        return Chunk(starts or (), sizes, file, *at)
+
+    def _state(self, thing: object) -> dict[str, Any]:
+        return self._dict(thing.state if isinstance(thing, Record) else None)
+
+    def _dict(self, thing: object) -> dict[Any, Any]:
+        if not isinstance(thing, dict):
+            raise FormatError(
+                f"{self.place}: not the metadata of a distributed checkpoint. Save it again."
+            )
+        return thing
+
+
+def _is_beside(file: str) -> bool:
+    """Whether a path stays within the folder."""
+    parts = PurePosixPath(file).parts
+    return bool(parts) and not any(c in file for c in "\\\0:") and not {"/", ".."} & set(parts)

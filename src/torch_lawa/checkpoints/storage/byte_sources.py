@@ -1,0 +1,138 @@
+"""The bytes of open files: mapped where they are here, else fetched a range at a time."""
+
+import io
+import mmap
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torch_lawa.checkpoints.storage.remote_errors import telling
+from torch_lawa.errors import FormatError
+
+if TYPE_CHECKING:
+    from torch_lawa.checkpoints.formats.base import Bytes
+
+__all__ = ["MappedSource", "ReadSource", "RemoteSource", "Source", "SourceFile"]
+
+
+class Source(ABC):
+    """An open file: its size, and any range of its bytes."""
+
+    size: int
+
+    @abstractmethod
+    def view(self, begin: int, end: int) -> "Bytes":
+        """Bytes `begin` to `end`; the caller has checked them against `size`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back the file; views that were taken stay valid."""
+
+
+class MappedSource(Source):
+    """A file here."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self.size = os.fstat(file.fileno()).st_size
+            self._bytes: Bytes = np.empty(0, dtype=np.uint8)
+            if self.size:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._bytes = np.frombuffer(mapped, dtype=np.uint8)
+
+    def view(self, begin: int, end: int) -> "Bytes":
+        return self._bytes[begin:end]
+
+    def close(self) -> None:
+        # The mapping goes when the last view of it does.
+        self._bytes = np.empty(0, dtype=np.uint8)
+
+
+class ReadSource(Source):
+    """A file here that may be cut off at any moment: with a mapping that ends the process."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("rb", buffering=0)
+        self.size = os.fstat(self._file.fileno()).st_size
+
+    def view(self, begin: int, end: int) -> "Bytes":
+        found = np.empty(end - begin, dtype=np.uint8)
+        done = 0
+        while done < end - begin:
+            room = found.data[done:]
+            if not (count := os.preadv(self._file.fileno(), [room], begin + done)):
+                raise FormatError(
+                    f"{self._path}: was cut off while it was read. Try again when it is complete."
+                )
+            done += count
+        return found
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class RemoteSource(Source):
+    """A file of a server; `url` is what to call it in messages."""
+
+    def __init__(self, fs: Any, path: str, url: str, size: int) -> None:
+        self._fs, self._path, self._url = fs, path, url
+        self.size = size
+
+    def view(self, begin: int, end: int) -> "Bytes":
+        if begin == end:
+            return np.empty(0, dtype=np.uint8)
+        try:
+            with telling(self._url):
+                found = self._fs.cat_file(self._path, start=begin, end=end)
+        except FileNotFoundError:
+            raise FormatError(f"{self._url}: was removed while it was read.") from None
+        if len(found) != end - begin:
+            raise FormatError(
+                f"{self._url}: asked for {end - begin} bytes at {begin} and got {len(found)}: "
+                "the file changed while it was read."
+            )
+        return np.frombuffer(found, dtype=np.uint8)
+
+    def close(self) -> None:
+        pass  # nothing is held between requests
+
+
+class SourceFile(io.RawIOBase):
+    """A range of a source as a file that can be read and sought, for `zipfile` and `pickle`."""
+
+    def __init__(self, source: Source, begin: int = 0, end: int | None = None) -> None:
+        self._source, self._begin = source, begin
+        self._size = (source.size if end is None else end) - begin
+        self._at = 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def tell(self) -> int:
+        """Where the next read begins."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Move to `offset` from the start, from here, or from the end."""
+        base = (0, self._at, self._size)[whence]
+        if base + offset < 0:
+            raise ValueError("seek before the start of the file")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill `buffer` as far as the file goes."""
+        n = max(0, min(len(buffer), self._size - self._at))
+        start = self._begin + self._at
+        memoryview(buffer).cast("B")[:n] = self._source.view(start, start + n).data
+        self._at += n
+        return n

@@ -1,0 +1,1 @@
+"""The exact mean of snapshots: blocks of tensors, kernels over bytes, a sliding sum."""

@@ -1,0 +1,1 @@
+"""Everything that makes processes synchronise, agree or split work, on `torch.distributed`."""

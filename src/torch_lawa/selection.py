@@ -1,0 +1,265 @@
+"""Which tensors of a model are averaged, which are taken from the newest snapshot, and their names.
+
+Names are canonical: what DDP, `torch.compile` and activation checkpointing put in front never
+leaks. Tied weights have one name here, and the others are remembered as ties. Of a sharded tensor
+only the part that lies in this process is seen.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from torch_lawa.errors import LayoutError
+from torch_lawa.shards import Sharding, is_fsdp, is_sharded, local, reshard, sharding_of
+
+__all__ = [
+    "BufferRule",
+    "FrozenRule",
+    "Selection",
+    "Selector",
+    "live_tensors",
+    "unwrap",
+    "write_into",
+]
+
+BufferRule = Literal["newest", "average"]
+FrozenRule = Literal["keep", "omit"]
+
+# Wrapper classes of PyTorch and the one attribute under which each holds the real module.
+_WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+}
+_wrapper_attributes: dict[type[nn.Module], str | None] = {}
+
+# What must not have changed for a tensor to be the one seen before. Its layout may: copying goes
+# by position.
+_Seen = tuple["ref[Tensor]", int, torch.Size, torch.dtype, bool]
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """The live tensors of one model, each once, by what happens to them."""
+
+    averaged: dict[str, Tensor]
+    kept: dict[str, Tensor]  # taken from the newest snapshot: integers, booleans, buffers, frozen
+    omitted: dict[str, Tensor]  # frozen, and not wanted at all
+    ties: dict[str, str]  # another name of a tensor -> the name it has above
+    shardings: dict[str, Sharding]  # what a tensor above is a part of, where it is one
+    known: bool = False  # whether these are the tensors, unchanged, of the selection before
+
+    def all(self) -> dict[str, Tensor]:
+        """Every tensor, whatever its rule."""
+        return {**self.averaged, **self.kept, **self.omitted}
+
+
+class Selector:
+    """Sorts the tensors of a module, or of a state dict, by their rule.
+
+    It remembers what the last model looked like, without holding on to its tensors, so that the
+    usual case (the same model again) costs one quick walk.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    >>> chosen = Selector()(model)
+    >>> list(chosen.averaged), list(chosen.kept)[:2]
+    (['0.weight', '0.bias', '1.weight', '1.bias'], ['1.running_mean', '1.running_var'])
+    """
+
+    def __init__(self, *, buffers: BufferRule = "newest", frozen: FrozenRule = "keep") -> None:
+        self._buffers, self._frozen = buffers, frozen
+        self._seen: list[_Seen] | None = None
+        self._places: list[dict[str, int]] = []
+        self._ties: dict[str, str] = {}
+        self._shardings: dict[str, Sharding] = {}
+
+    def __call__(self, source: nn.Module | Mapping[str, Tensor]) -> Selection:
+        """The selection of one model."""
+        known = False
+        if isinstance(source, nn.Module):
+            tensors = [local(tensor) for tensor in _tensors(source)]
+            known = _unchanged(tensors, self._seen)
+            if not known:
+                self._sort(list(_of_module(source)))
+                self._seen = [_note(tensor) for tensor in tensors]
+        elif isinstance(source, Mapping):
+            walked = list(_of_mapping(source))
+            tensors = [local(tensor) for _, tensor, _ in walked]
+            self._sort(walked)
+        else:
+            raise LayoutError(
+                f"expected a module or a state dict, got {type(source).__name__}: pass the model "
+                "itself or model.state_dict()."
+            )
+        averaged, kept, omitted = (
+            {name: tensors[i] for name, i in places.items()} for places in self._places
+        )
+        return Selection(averaged, kept, omitted, self._ties, self._shardings, known)
+
+    def _sort(self, walked: list[tuple[str, Tensor, str]]) -> None:
+        self._seen = None
+        averaged: dict[str, int] = {}
+        kept: dict[str, int] = {}
+        omitted: dict[str, int] = {}
+        ties: dict[str, str] = {}
+        seen: dict[object, str] = {}
+        for i, (name, tensor, kind) in enumerate(walked):
+            _check(name, tensor)
+            first = seen.setdefault(_identity(tensor), name)
+            if first != name:
+                ties[name] = first
+                continue
+            inexact = tensor.is_floating_point() or tensor.is_complex()
+            if inexact and (kind == "trained" or (kind == "buffer" and self._buffers == "average")):
+                averaged[name] = i
+            elif kind == "frozen" and self._frozen == "omit":
+                omitted[name] = i
+            else:
+                kept[name] = i
+        if not averaged:
+            raise LayoutError(
+                "there is nothing to average: the model has no trainable floating-point tensors. "
+                "Pass the module that is being trained, or a state dict with its weights."
+            )
+        self._places, self._ties = [averaged, kept, omitted], ties
+        shardings = {name: sharding_of(walked[i][1]) for name, i in (averaged | kept).items()}
+        self._shardings = {name: found for name, found in shardings.items() if found is not None}
+
+
+def live_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Canonical name -> live tensor (of a sharded one the part here), ties under one name only."""
+    reshard(model)
+    found: dict[object, tuple[str, Tensor]] = {}
+    for name, tensor, _ in _of_module(model):
+        _check(name, tensor)
+        found.setdefault(_identity(tensor), (name, local(tensor)))
+    return dict(found.values())
+
+
+def write_into(target: Tensor, source: Tensor) -> None:
+    """`target.copy_(source)`, also where `target` repeats its memory (an expanded buffer)."""
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dim] > 1:
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    target.copy_(source)
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside DDP, `torch.compile` and the like."""
+    while (inside := _wrapped(module)) is not None:
+        module = inside
+    return module
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    attribute = _wrapper_attribute(type(module))
+    return None if attribute is None else module._modules.get(attribute)
+
+
+def _wrapper_attribute(cls: type[nn.Module]) -> str | None:
+    """By name, since importing the wrappers would load half of PyTorch."""
+    if cls not in _wrapper_attributes:
+        names = (c.__name__ for c in cls.__mro__ if c.__module__.startswith("torch."))
+        _wrapper_attributes[cls] = next((_WRAPPERS[n] for n in names if n in _WRAPPERS), None)
+    return _wrapper_attributes[cls]
+
+
+def _of_module(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor, str]]:
+    """Every parameter and persistent buffer with its canonical name, duplicates included."""
+    module = unwrap(module)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield prefix + name, parameter, "trained" if parameter.requires_grad else "frozen"
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield prefix + name, buffer, "buffer"
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _of_module(child, f"{prefix}{name}.")
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    """The tensors of `_of_module` in the same order, without the cost of their names.
+
+    Gathered parameters of FSDP2 are let go on the way, see `reshard`.
+    """
+    found: list[Tensor | None] = []
+    todo: list[nn.Module | None] = [module]
+    while todo:
+        inside = todo.pop()
+        if inside is None:
+            continue
+        if _wrapper_attribute(type(inside)):
+            inside = unwrap(inside)
+        if is_fsdp(type(inside)):
+            inside.reshard()  # type: ignore[operator]
+        if inside._parameters:
+            found += inside._parameters.values()
+        if inside._buffers:
+            hidden = inside._non_persistent_buffers_set
+            found += [b for name, b in inside._buffers.items() if name not in hidden]
+        if inside._modules:
+            todo += reversed(inside._modules.values())
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _note(tensor: Tensor) -> _Seen:
+    return ref(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.requires_grad
+
+
+def _unchanged(tensors: list[Tensor], seen: list[_Seen] | None) -> bool:
+    """Whether every tensor is the one seen before: not replaced, moved, reshaped, (un)frozen.
+
+    The dtype is asked as well: where a model was converted twice, memory may be that of before.
+    """
+    if seen is None or len(tensors) != len(seen):
+        return False
+    return all(
+        same() is tensor
+        and tensor.data_ptr() == address
+        and tensor.shape == shape
+        and tensor.dtype == dtype
+        and tensor.requires_grad == trained
+        for tensor, (same, address, shape, dtype, trained) in zip(tensors, seen, strict=True)
+    )
+
+
+def _of_mapping(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]]:
+    """The tensors of a state dict; all floating-point ones count as trained."""
+    strip = "module." if state and all(name.startswith("module.") for name in state) else ""
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            raise LayoutError(
+                f"{name!r} is a {type(tensor).__name__}, not a tensor: pass the model itself or "
+                "the flat state dict inside the checkpoint."
+            )
+        yield name[len(strip) :].replace("_orig_mod.", ""), tensor, "trained"
+
+
+def _identity(tensor: Tensor) -> object:
+    """Equal for tensors that are the same memory seen the same way.
+
+    A sharded tensor is known by itself: its part here may be empty, and must have the same names
+    in every process.
+    """
+    if is_sharded(tensor) or tensor.numel() == 0:
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _check(name: str, tensor: Tensor) -> None:
+    problem = None
+    if is_lazy(tensor):
+        problem = "is not initialised yet (a lazy layer): run one forward pass first"
+    elif tensor.is_meta:
+        problem = "is on the meta device and has no values: materialise the model first"
+    elif tensor.layout != torch.strided or tensor.is_quantized:
+        problem = f"has layout {tensor.layout}: only dense tensors can be averaged"
+    if problem:
+        raise LayoutError(f"tensor {name!r} {problem}.")

@@ -1,0 +1,346 @@
+"""One loop for all recipes: it learns, stops, goes on bit for bit, and averages what it says."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from support.training import StopAt, rows_of, run, smoke_plan
+from torch import Tensor, nn
+
+from lawa_lab.recipes.configs import RECIPES
+from lawa_lab.recipes.loop import make_task, train
+from lawa_lab.recipes.optimizers import Lookahead, build_optimizer, learning_rate
+from lawa_lab.recipes.replay import RunEvaluator
+from lawa_lab.recipes.run_folder import RunFolder, RunPlan
+from lawa_lab.recipes.task import Place
+from lawa_lab.recipes.trainer import Trainer
+from torch_lawa.errors import ConfigError, LawaError, StateError
+from torch_lawa.metrics import read_metrics
+
+STEPS = 4 * 28  # of the smoke run of the digits
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_runs_in_seconds_and_learns(recipe: str, tmp_path: Path) -> None:
+    outcome = run(smoke_plan(recipe), tmp_path)
+    assert outcome.finished
+    rows = rows_of(tmp_path)
+    first, last = (row["train_loss"] for row in (rows[0], rows[-1]))
+    assert last < first
+    assert {row["weights"] for row in rows} == {"raw", "averaged"}
+    assert {row["recipe"] for row in rows} == {recipe}
+    assert {row["epoch"] for row in rows} == {1, 2, 3, 4}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("whole")
+    run(smoke_plan("digits", lookahead=True), path, save_trajectory=True)
+    return path
+
+
+@settings(max_examples=6, deadline=None)
+@given(stop=st.integers(min_value=1, max_value=STEPS - 1))
+def test_stopped_anywhere_it_goes_on_bit_for_bit(
+    stop: int, whole: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("stopped")
+    plan = smoke_plan("digits", lookahead=True)
+    outcome = run(plan, path, stop_at=stop, save_trajectory=True)
+    assert (outcome.step, outcome.finished) == (stop, False)
+    torch.manual_seed(stop)  # whatever the process drew meanwhile
+    assert run(plan, path, save_trajectory=True).finished
+    assert rows_of(path) == rows_of(whole)
+    for name in ("averaged.safetensors", "trajectory/step-00000084-epoch-3.safetensors"):
+        assert (path / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "digits"])
+def test_other_recipes_resume_too(recipe: str, tmp_path: Path) -> None:
+    plan = smoke_plan(recipe, epochs=3, ks=(2,))
+    for path, stop in ((tmp_path / "a", -1), (tmp_path / "b", 4)):
+        while not run(plan, path, stop_at=stop).finished:
+            stop = -1
+    assert rows_of(tmp_path / "a") == rows_of(tmp_path / "b")
+
+
+def test_the_rows_of_a_killed_run_are_made_again(tmp_path: Path, whole: Path) -> None:
+    """Killed after an evaluation, the checkpoint is older than the last rows and snapshots."""
+    plan = smoke_plan("digits", lookahead=True)
+    run(plan, tmp_path, stop_at=40, save_trajectory=True)
+    (tmp_path / "trajectory" / "step-00000056-epoch-2.safetensors").write_bytes(b"later")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 56, "weights": "raw", "test_loss": 9.0}) + '\n{"step": 5')
+    run(plan, tmp_path, save_trajectory=True)
+    assert rows_of(tmp_path) == rows_of(whole)
+    assert len(list((tmp_path / "trajectory").iterdir())) == 4
+    load_file(tmp_path / "trajectory" / "step-00000056-epoch-2.safetensors")
+
+
+def test_the_average_is_the_mean_of_the_trajectory(whole: Path) -> None:
+    paths = sorted((whole / "trajectory").iterdir())[-2:]
+    made = load_file(whole / "averaged.safetensors")
+    snapshots = [load_file(path) for path in paths]
+    for name in ("0.weight", "9.bias", "12.weight"):
+        if name in made:
+            mean = torch.stack([s[name].double() for s in snapshots]).mean(0).float()
+            assert torch.equal(made[name], mean), name
+
+
+def test_rows_say_where_and_how(whole: Path) -> None:
+    rows = read_metrics(whole / "metrics.jsonl")
+    last = rows[-1]
+    assert (last["run"], last["seed"], last["step"]) == ("lookahead(sgd)", 3, STEPS)
+    assert (last["device"], last["num_devices"]) == ("cpu", 1)
+    rate = 0.2 * 0.5 * (1 + math.cos(math.pi * (STEPS - 1) / STEPS))
+    assert last["learning_rate"] == pytest.approx(rate)
+    assert 0 < rows[0]["train_seconds"] < last["train_seconds"]
+    assert [(r["weights"], r["batch_norm"]) for r in rows[:2]] == [
+        ("raw", None),
+        ("raw", "re-estimated"),
+    ]
+
+
+def test_variants_are_evaluated_now_and_then_and_at_the_end(tmp_path: Path) -> None:
+    plan = smoke_plan(
+        "digits",
+        epochs=5,
+        ks=(2, 1),
+        coefficients=("uniform", "exponential:0.5"),
+        evaluate_every=2,
+        variants_every=2,
+    )
+    run(plan, tmp_path)
+    found: dict[Any, list[Any]] = {}
+    for row in rows_of(tmp_path):
+        if row["weights"] == "averaged":
+            key = (row["k"], row["coefficients"], row["batch_norm"])
+            found.setdefault(key, []).append(row["epoch"])
+    every, some = [2, 4, 5], [4, 5]
+    assert found == {
+        (2, "uniform", "re-estimated"): every,
+        (2, "uniform", "copied"): some,
+        (1, "uniform", "re-estimated"): some,
+        (1, "uniform", "copied"): some,
+        (2, "exponential:0.5", "re-estimated"): some,
+        (2, "exponential:0.5", "copied"): some,
+    }
+
+
+def test_snapshots_every_nu_steps(tmp_path: Path) -> None:
+    run(smoke_plan("digits", epochs=1, nu=10, ks=(2,)), tmp_path, save_trajectory=True)
+    steps = sorted({row["step"] for row in rows_of(tmp_path)})
+    assert steps == [10, 20, 28]  # the end is evaluated, too
+    epochs = sorted({row["epoch"] for row in rows_of(tmp_path)})
+    assert epochs == [pytest.approx(10 / 28), pytest.approx(20 / 28), 1]
+    assert len(list((tmp_path / "trajectory").iterdir())) == 2
+
+
+def test_micro_batches_add_up_to_the_batch(tmp_path: Path) -> None:
+    """Without BatchNorm: the same gradient but for rounding, in one piece or four."""
+    for name, size in (("one", None), ("four", 2)):
+        plan = smoke_plan("wikitext103-roberta", micro_batch_size=size, dropout=0.0, epochs=3)
+        run(plan, tmp_path / name)
+    one, four = (rows_of(tmp_path / name)[-1] for name in ("one", "four"))
+    assert one["valid_loss"] == pytest.approx(four["valid_loss"], rel=1e-4)
+    assert one["valid_loss"] != four["valid_loss"]  # it was really split
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"ks": (9,)}, "window would never be full"),
+        ({"batch_size": 2000}, "fewer examples"),
+        ({"micro_batch_size": 5}, "micro_batch_size=5"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(changes: dict[str, Any], error: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=error):
+        run(smoke_plan("digits", **changes), tmp_path)
+
+
+def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
+    with pytest.raises(LawaError, match="diverged"):
+        run(smoke_plan("digits", learning_rate=1e30), tmp_path)
+
+
+def test_a_damaged_checkpoint_is_no_beginning(tmp_path: Path) -> None:
+    plan = smoke_plan("digits")
+    run(plan, tmp_path, stop_at=3)
+    checkpoint = tmp_path / "checkpoint.pt"
+    content = checkpoint.read_bytes()
+    checkpoint.write_bytes(content[: len(content) // 2])
+    with pytest.raises(StateError, match=r"checkpoint\.pt cannot be read"):
+        run(plan, tmp_path)
+
+
+def test_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
+    run(smoke_plan("digits"), tmp_path, stop_at=3)
+    folder = RunFolder(tmp_path)
+    folder.require_same(smoke_plan("digits"))
+    with pytest.raises(ConfigError, match=r"learning_rate was 0\.2 and is 0\.3"):
+        folder.require_same(smoke_plan("digits", learning_rate=0.3))
+    with pytest.raises(ConfigError, match="seed was 3 and is 4"):
+        folder.require_same(smoke_plan("digits", seed=4))
+
+
+def test_a_plan_returns_from_its_file(tmp_path: Path) -> None:
+    for recipe in RECIPES:
+        plan = smoke_plan(recipe)
+        RunFolder(tmp_path).write_plan(plan, {"world_size": 1})
+        assert RunFolder(tmp_path).read_plan() == plan
+
+
+def test_settings_and_random_numbers_return(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    run(smoke_plan("digits"), tmp_path)
+    assert torch.equal(torch.rand(1), expected)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not torch.backends.cudnn.deterministic
+
+
+def test_a_step_is_not_cut_in_two_by_ctrl_c(tmp_path: Path) -> None:
+    """The same Ctrl-C may arrive twice: from the terminal and from a launcher."""
+    plan = smoke_plan("digits")
+    folder = RunFolder(tmp_path)
+    folder.write_plan(plan, {})
+    outcome = train(plan, folder, Place(), watcher=StopAt(7, 7))
+    assert outcome.step == 7
+
+
+def test_ctrl_c_at_the_last_step_comes_too_late(tmp_path: Path) -> None:
+    assert run(smoke_plan("digits"), tmp_path, stop_at=STEPS).finished
+    assert (tmp_path / "averaged.safetensors").exists()
+
+
+class TestLookahead:
+    def reference(self, fast: Tensor, gradients: list[Tensor], alpha: float, k: int) -> Tensor:
+        """Algorithm 1 of the Lookahead paper with plain SGD inside, in float64."""
+        slow = fast.clone()
+        for i, gradient in enumerate(gradients, start=1):
+            fast = fast - 0.1 * gradient
+            if i % k == 0:
+                slow = slow + alpha * (fast - slow)
+                fast = slow.clone()
+        return fast
+
+    @pytest.mark.parametrize(("alpha", "k"), [(0.8, 5), (0.5, 1), (1.0, 3)])
+    def test_it_is_the_papers_algorithm(self, alpha: float, k: int) -> None:
+        start = torch.randn(7, dtype=torch.float64)
+        gradients = [torch.randn(7, dtype=torch.float64) for _ in range(23)]
+        weight = nn.Parameter(start.clone())
+        optimizer = Lookahead(torch.optim.SGD([weight], lr=0.1), alpha=alpha, k=k)
+        for i, gradient in enumerate(gradients):
+            if i == 11:  # through a checkpoint
+                saved, state = weight.detach().clone(), optimizer.state_dict()
+                weight = nn.Parameter(saved)
+                optimizer = Lookahead(torch.optim.SGD([weight], lr=0.1), alpha=alpha, k=k)
+                optimizer.load_state_dict(state)
+            weight.grad = gradient
+            optimizer.step()
+        torch.testing.assert_close(weight.data, self.reference(start, gradients, alpha, k))
+
+    def test_another_state_is_refused(self) -> None:
+        optimizer = Lookahead(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1))
+        with pytest.raises(StateError, match="no state of Lookahead"):
+            optimizer.load_state_dict(optimizer.inner.state_dict())
+
+
+def test_optimizers_are_the_ones_asked_for() -> None:
+    plan = smoke_plan("digits")
+    net = nn.Linear(1, 1)
+
+    def built(**changes: Any) -> Any:
+        return build_optimizer(smoke_plan("digits", **changes).config, net)
+
+    assert isinstance(built(), torch.optim.SGD)
+    assert type(built(optimizer="adam")) is torch.optim.Adam
+    adamw = built(optimizer="adamw", beta2=0.98, epsilon=1e-6)
+    assert type(adamw) is torch.optim.AdamW
+    assert (adamw.defaults["betas"], adamw.defaults["eps"]) == ((0.9, 0.98), 1e-6)
+    assert adamw.defaults["weight_decay"] == plan.config.weight_decay
+    wrapped = built(optimizer="adamw", lookahead=True)
+    assert (type(wrapped.inner), wrapped.alpha, wrapped.k) == (torch.optim.AdamW, 0.8, 5)
+
+
+def test_the_rate_rises_in_a_line_and_falls_as_asked() -> None:
+    def rates(schedule: str) -> list[float]:
+        changes = {"schedule": schedule, "warmup_steps": 4, "learning_rate": 2.0}
+        config = smoke_plan("digits", **changes).config
+        return [learning_rate(config, step, 12) for step in range(12)]
+
+    up = [0.5, 1.0, 1.5, 2.0]
+    assert rates("constant") == [*up, *[2.0] * 8]
+    assert rates("linear") == [*up, *(2.0 * (1 - i / 8) for i in range(8))]
+    cosine = [1 + math.cos(math.pi * i / 8) for i in range(8)]
+    assert rates("cosine") == pytest.approx([*up, *cosine])
+
+
+def test_a_plan_names_its_run() -> None:
+    def name(**changes: Any) -> str:
+        return RunPlan(config=smoke_plan("wikitext103-roberta", **changes).config).config.run_name
+
+    assert name() == "adamw"
+    assert name(schedule="constant") == "adamw, constant rate"
+    assert name(lookahead=True, optimizer="sgd") == "lookahead(sgd)"
+
+
+def test_low_precision_rows_are_those_of_the_trajectory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: every row, evaluated again by itself from the files, has the same values."""
+    low = torch.autocast("cpu", torch.bfloat16)
+    monkeypatch.setattr(Trainer, "autocast", lambda self: low)
+    run(smoke_plan("digits", ks=(2, 3)), tmp_path, save_trajectory=True)
+    again = RunEvaluator(tmp_path, device="cpu")
+    snapshots = [load_file(path) for path in sorted((tmp_path / "trajectory").iterdir())]
+    checked = 0
+    for row in rows_of(tmp_path):
+        if row["batch_norm"] == "re-estimated":
+            window = snapshots[row["epoch"] - (row["k"] or 1) : row["epoch"]]
+            mean = {
+                name: torch.stack([s[name].double() for s in window]).mean(0).to(tensor.dtype)
+                if tensor.is_floating_point()
+                else tensor
+                for name, tensor in window[-1].items()
+            }
+            values = again(mean)
+            names = ("test_loss", "test_accuracy")
+            assert [values[name] for name in names] == [row[name] for name in names], row
+            checked += 1
+    assert checked == 4 + 3 + 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "lenient"), [("wikitext103-roberta", False), ("cifar100-resnet34", True)]
+)
+def test_gradients_repeat_strictly_where_they_can(
+    recipe: str, lenient: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On both ways: forward chooses a fused attention, and not all of them repeat their bits."""
+    seen: set[tuple[str, bool, bool]] = set()
+
+    def recorded(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            on = torch.are_deterministic_algorithms_enabled()
+            seen.add((what, on, torch.is_deterministic_algorithms_warn_only_enabled()))
+            return function(*arguments)
+
+        return call
+
+    plan = smoke_plan(recipe)
+    task = type(make_task(plan, Place()))
+    monkeypatch.setattr(task, "loss", recorded("loss", task.loss))
+    monkeypatch.setattr(Tensor, "backward", recorded("gradient", Tensor.backward))
+    run(plan, tmp_path, stop_at=2)
+    assert seen == {("loss", True, lenient), ("gradient", True, lenient)}
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -1,0 +1,279 @@
+"""What is drawn, read back from the drawn artists."""
+
+import struct
+from pathlib import Path
+
+import pytest
+from support.report import cifar_rows, cifar_runs, language_runs, run_of
+
+from lawa_lab.report.drawing import Drawing, draw, draw_panel, save, svg_text
+from lawa_lab.report.figures import demo_figure, drawings, save_figures
+from lawa_lab.report.panels import matplotlib
+from lawa_lab.report.runs import Run, Series
+from lawa_lab.report.savings import Metric, compare
+from lawa_lab.report.summarising import summarise
+from lawa_lab.report.summary import RecipeReport
+from torch_lawa.errors import LawaError
+from torch_lawa.metrics import Row
+
+ACCURACY = Metric("test_accuracy", "higher")
+DEFAULT = Series(10, "uniform", "re-estimated")
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[Run]:
+    return cifar_runs(epochs=60)
+
+
+@pytest.fixture(scope="module")
+def recipe(runs: list[Run]) -> RecipeReport:
+    return summarise(runs).recipes[0]
+
+
+@pytest.fixture(scope="module")
+def drawn(runs: list[Run], recipe: RecipeReport) -> dict[str, Drawing]:
+    return {drawing.name: drawing for drawing in drawings(runs, recipe)}
+
+
+def test_every_figure_of_which_the_rows_have_something(drawn: dict[str, Drawing]) -> None:
+    kinds = ["saving", "windows", "curves", "early", "coefficients", "batch_norm", "target"]
+    others = [f"{kind}-lookahead-sgd" for kind in kinds]
+    assert list(drawn) == [*kinds, *others, "lookahead"]
+
+
+def test_figures_without_rows_are_left_out() -> None:
+    runs = language_runs(evaluations=30)
+    names = [drawing.name for drawing in drawings(runs, summarise(runs).recipes[0])]
+    kinds = ["saving", "windows", "curves", "early", "target"]
+    assert names == [*kinds, *(f"{kind}-adam-constant-rate" for kind in kinds), "runs"]
+    raw = [row for row in cifar_rows(epochs=12, seeds=(0,), run="other") if row["k"] is None]
+    some = [run_of(cifar_rows(epochs=12, seeds=(0,))), run_of(raw)]
+    names = [drawing.name for drawing in drawings(some, summarise(some).recipes[0])]
+    assert "saving" in names
+    assert not any(name.endswith("-other") for name in names)
+
+
+def test_the_arrow_runs_from_where_the_baseline_got_there_to_where_the_average_did(
+    drawn: dict[str, Drawing], recipe: RecipeReport
+) -> None:
+    rows = {report.metric.name: report.main[0] for report in recipe.metrics}
+    figure = draw(drawn["saving"])
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["test accuracy", "test loss"]
+    for axes, name in zip(figure.axes, ("test_accuracy", "test_loss"), strict=True):
+        headline = rows[name].headline
+        assert headline is not None
+        assert headline.epochs is not None
+        arrow, text = axes.texts
+        assert arrow.xy == (headline.epochs.averaged_at.mean, headline.target)
+        assert arrow.xyann == (headline.epochs.baseline_at.mean, headline.target)
+        assert text.get_text().startswith(f"{headline.epochs.saved.mean:.1f} epochs earlier\n(")
+        ticks = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "|"]
+        places = [p for s in headline.by_seed for p in (s.baseline_at, s.averaged_at)]
+        assert ticks == places
+
+
+def test_what_was_never_matched_is_marked_as_a_lower_bound() -> None:
+    rows = [
+        {"epoch": e, "step": e, "weights": w, "k": k, "test_loss": loss, "seed": 0}
+        for w, k, losses in (("raw", None, (9, 8, 7, 6, 6)), ("averaged", 2, (9, 9, 5, 4, 4)))
+        for e, loss in enumerate(losses, start=1)
+    ]
+    runs = [Run("toy", "sgd", tuple(rows))]
+    mark = drawings(runs, summarise(runs).recipes[0])[0].panels[0].mark
+    assert mark is not None
+    # Better than 6, the best of the raw weights, from epoch 3 on; these end at epoch 5.
+    assert (mark.begin, mark.end, mark.value) == (5, 3, 6)
+    assert mark.text == "at least 2 epochs earlier\n(never matched, 1 of 1 seeds)"
+
+
+def test_a_line_is_the_mean_and_its_band_the_range_over_seeds(
+    drawn: dict[str, Drawing], runs: list[Run]
+) -> None:
+    panel = drawn["saving"].panels[0]
+    line = next(line for line in panel.lines if line.label == "average, k = 10")
+    place = line.at.index(30)
+    rows = [row for row in runs[0].rows_of(DEFAULT) if row["epoch"] == 30]
+    values = sorted(row["test_accuracy"] for row in rows)
+    assert len(values) == 3
+    assert line.mean[place] == pytest.approx(sum(values) / 3)
+    assert (line.low[place], line.high[place]) == (values[0], values[2])
+
+
+def test_legends_name_every_series_once(drawn: dict[str, Drawing]) -> None:
+    def legend(name: str) -> list[str]:
+        (box,) = draw(drawn[name]).legends
+        return [text.get_text() for text in box.get_texts()]
+
+    raw, control, default = "raw weights", "raw weights, BatchNorm re-estimated", "average, k = 10"
+    assert legend("saving") == [raw, control, default]
+    assert legend("windows") == [raw, *(f"average, k = {k}" for k in (3, 6, 10, 16))]
+    assert legend("coefficients") == [raw, default, f"{default}, exponential 0.9"]
+    assert legend("batch_norm") == [raw, control, default, f"{default}, BatchNorm copied"]
+    assert legend("lookahead") == [
+        f"{run}, {series}" for run in ("sgd", "lookahead(sgd)") for series in (raw, default)
+    ]
+
+
+def test_windows_are_lines_without_bands(drawn: dict[str, Drawing]) -> None:
+    for axes in draw(drawn["windows"]).axes:
+        assert len(axes.lines) == 5
+        assert not axes.collections
+    whole, late = drawn["windows"].panels
+    assert whole.x_limits == (0.0, pytest.approx(61.2))
+    assert late.x_limits == pytest.approx((44.7, 60.3))
+
+
+def test_one_series_looks_the_same_in_all_figures_and_like_no_other(
+    drawn: dict[str, Drawing],
+) -> None:
+    looks: dict[tuple[str | None, str], object] = {}
+    for drawing in drawn.values():
+        if drawing.kind in ("target", "lookahead"):
+            continue
+        for panel in drawing.panels:
+            styles = [(line.style.colour, line.style.dashes) for line in panel.lines]
+            assert len(set(styles)) == len(styles)
+            for line, style in zip(panel.lines, styles, strict=True):
+                assert looks.setdefault((drawing.run, line.label), style) == style
+    together = {line.label: line.style for line in drawn["lookahead"].panels[0].lines}
+    for run in ("sgd", "lookahead(sgd)"):
+        for series in ("raw weights", "average, k = 10"):
+            style = together[f"{run}, {series}"]
+            assert looks[run, series] == (style.colour, style.dashes)
+
+
+def test_the_difference_between_coefficients_is_taken_seed_by_seed(
+    drawn: dict[str, Drawing], runs: list[Run]
+) -> None:
+    (line,) = drawn["coefficients"].panels[1].lines
+    ours = runs[0].curves(DEFAULT, ACCURACY)
+    theirs = runs[0].curves(Series(10, "exponential:0.9", "re-estimated"), ACCURACY)
+    differences = []
+    for seed in (0, 1, 2):
+        ends = (theirs[seed].value_at(20), ours[seed].value_at(20))
+        assert None not in ends
+        differences.append(100 * (ends[0] - ends[1]))  # type: ignore[operator]
+    place = line.at.index(20)
+    assert line.mean[place] == pytest.approx(sum(differences) / 3)
+    assert (line.low[place], line.high[place]) == (min(differences), max(differences))
+
+
+def test_the_curve_of_targets_passes_through_the_headline(
+    drawn: dict[str, Drawing], recipe: RecipeReport
+) -> None:
+    row = next(report for report in recipe.metrics if report.metric == ACCURACY).main[0]
+    panel = drawn["target"].panels[0]
+    (point,) = [point for point in panel.points if point.label == "longest saving"]
+    assert row.headline is not None
+    assert row.headline.epochs is not None
+    assert (point.at, point.value) == (row.headline.target, row.headline.epochs.saved.mean)
+    # Between two targets the value of the harder one holds.
+    at_least = [
+        v for t, v in zip(panel.lines[0].at, panel.lines[0].mean, strict=True) if t >= point.at
+    ]
+    assert at_least[0] == point.value
+
+
+def test_the_training_loss_belongs_to_the_raw_weights_alone(drawn: dict[str, Drawing]) -> None:
+    shown = {panel.title: [x.label for x in panel.lines] for panel in drawn["curves"].panels}
+    all_three = ["raw weights", "raw weights, BatchNorm re-estimated", "average, k = 10"]
+    assert shown == {
+        "test loss": all_three,
+        "training loss": ["raw weights"],
+        "test accuracy": all_three,
+        "test accuracy (top-5)": all_three,
+    }
+
+
+def test_the_early_phase_is_cut_out(drawn: dict[str, Drawing], runs: list[Run]) -> None:
+    panel = drawn["early"].panels[0]
+    assert panel.x_limits == (0.0, pytest.approx(1.02 * 17))  # k = 10 and seven more
+    assert "average, k = 16" not in [line.label for line in panel.lines]  # one value by then
+    assert "average, k = 10, BatchNorm copied" in [line.label for line in panel.lines]
+
+
+def test_a_single_seed_has_no_band(runs: list[Run]) -> None:
+    alone = [run_of(cifar_rows(epochs=30, seeds=(0,)))]
+    (panel, _) = drawings(alone, summarise(alone).recipes[0])[0].panels
+    assert [line.low for line in panel.lines] == [(), (), ()]
+    assert panel.x_label == "epoch"
+
+
+def test_nothing_is_clipped_and_every_word_can_be_read(drawn: dict[str, Drawing]) -> None:
+    for name in ("saving", "windows", "curves", "early", "target", "lookahead"):
+        figure = draw(drawn[name])
+        matplotlib("backends.backend_agg").FigureCanvasAgg(figure).draw()
+        box = figure.get_tightbbox()
+        width, height = figure.get_size_inches()
+        assert box.x0 >= 0
+        assert box.y0 >= 0
+        assert box.x1 <= width
+        assert box.y1 <= height
+        # Shown 700 pixels wide, nothing is smaller than 11 pixels.
+        words = figure.findobj(matplotlib("text").Text)
+        sizes = [word.get_fontsize() for word in words if word.get_text()]
+        assert min(sizes) * 700 / (72 * width) > 11
+
+
+def test_files_are_the_same_whenever_they_are_made(
+    drawn: dict[str, Drawing], tmp_path: Path
+) -> None:
+    first, second = (save(drawn["saving"], tmp_path / folder) for folder in ("a", "b"))
+    assert [path.name for path in first] == ["saving.png", "saving.svg"]
+    for one, other in zip(first, second, strict=True):
+        assert one.read_bytes() == other.read_bytes()
+    svg = first[1].read_text()
+    assert "date" not in svg
+    assert ">raw weights</text>" in svg  # text as text
+    width, height = struct.unpack(">II", first[0].read_bytes()[16:24])
+    assert (width, height) == (1800, 780)
+    panel = drawn["target"].panels[0]
+    assert svg_text(draw_panel(panel)) == svg_text(draw_panel(panel))
+
+
+def test_a_folder_for_each_recipe_where_there_are_several(tmp_path: Path) -> None:
+    first = language_runs(evaluations=9)[0]
+    second = Run("other/recipe", first.name, first.rows)
+    one = save_figures([first], summarise([first]), tmp_path / "one")
+    assert {path.parent for path in one} == {tmp_path / "one"}
+    assert {path.suffix for path in one} == {".png", ".svg"}
+    two = save_figures([first, second], summarise([first, second]), tmp_path / "two")
+    folders = {path.parent.relative_to(tmp_path / "two") for path in two}
+    assert folders == {Path("wikitext103-roberta"), Path("other-recipe")}
+    assert all(path.is_file() for path in two)
+
+
+def test_names_from_a_file_never_lead_out_of_the_folder() -> None:
+    rows = cifar_rows(epochs=12, seeds=(0,))
+    runs = [Run("r", name, tuple(rows)) for name in ("sgd", "../../etc", "ETC!")]
+    names = [drawing.name for drawing in drawings(runs, summarise(runs).recipes[0])]
+    assert {"saving", "saving-etc", "saving-etc-3"} <= set(names)
+    assert len(set(names)) == len(names)
+
+
+def test_names_are_not_read_as_formulas_or_hidden() -> None:
+    names = ("_first", "$x_{")
+    runs = [Run("r_$", name, run.rows) for name, run in zip(names, language_runs(), strict=True)]
+    figure = draw(drawings(runs, summarise(runs).recipes[0])[-1])
+    svg = svg_text(figure)
+    assert "_first, raw weights</text>" in svg
+    assert ">$x_{, average, k = 6</text>" in svg
+
+
+def test_the_demo_has_its_arrow_at_the_headline_of_the_meter() -> None:
+    rows: list[Row] = [row for row in cifar_rows(epochs=40) if row["k"] in (None, 10)]
+    rows = [row for row in rows if row["coefficients"] in (None, "uniform")]
+    figure = demo_figure(rows)
+    for axes, metric in zip(figure.axes, (Metric("test_loss", "lower"), ACCURACY), strict=True):
+        headline = compare(rows, metric).headline
+        assert headline is not None
+        assert axes.texts[0].xy == (headline.averaged_at, headline.target)
+        assert axes.texts[0].xyann == (headline.baseline_at, headline.target)
+    (legend,) = figure.legends
+    usual = "raw weights, BatchNorm not re-estimated"
+    assert [t.get_text() for t in legend.get_texts()] == ["raw weights", "averaged weights", usual]
+
+
+def test_without_matplotlib_the_way_to_it_is_named() -> None:
+    with pytest.raises(LawaError, match=r"pip install 'torch-lawa\[report\]'"):
+        matplotlib("no_such_part")

@@ -1,0 +1,298 @@
+"""One battery for every kind of place; then what only remote ones can get wrong."""
+
+import io
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from torch_lawa.checkpoints.formats.opening import open_checkpoint
+from torch_lawa.checkpoints.storage.byte_sources import RemoteSource, SourceFile
+from torch_lawa.checkpoints.storage.paths import LocalPlace, Place, RemotePlace, is_url, parse_place
+from torch_lawa.checkpoints.storage.remote_errors import telling
+from torch_lawa.errors import ConfigError, FormatError, LawaError, OutputError
+
+
+class Ground:
+    """A folder of either kind, and a way to fill it that is not the one under test."""
+
+    def __init__(self, kind: str, tmp_path: Path) -> None:
+        self.memory = fsspec.filesystem("memory")
+        self.path = tmp_path / "ground" if kind == "local" else None
+        self.url = str(self.path) if self.path else f"memory:/{tmp_path}/ground"
+        self.place = parse_place(self.url)
+        self.write("here", b"")
+
+    def write(self, name: str, content: bytes) -> None:
+        if self.path:
+            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.path / name).write_bytes(content)
+        else:
+            self.memory.pipe(f"{self.url}/{name}", content)
+
+
+@pytest.fixture(params=["local", "memory"])
+def ground(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ground]:
+    found = Ground(request.param, tmp_path)
+    yield found
+    found.memory.store.clear()
+    found.memory.pseudo_dirs[:] = [""]
+
+
+def test_names(ground: Ground) -> None:
+    place = ground.place.child("run").child("Step_1.SafeTensors")
+    assert (place.name, place.suffix) == ("Step_1.SafeTensors", ".safetensors")
+    assert str(place) == f"{str(ground.place).rstrip('/')}/run/Step_1.SafeTensors"
+    assert place.parent == ground.place.child("run")
+    assert place.parent.parent == ground.place
+    assert ground.place.child("run").suffix == ""
+    assert parse_place(str(place)) == place
+    assert len({place, parse_place(str(place)), place.parent}) == 2
+    assert place.local == isinstance(place, LocalPlace)
+    assert parse_place(ground.url + "/") == ground.place
+
+
+def test_what_is_there(ground: Ground) -> None:
+    ground.write("run/a.pt", b"a")
+    file, folder, nothing = (ground.place.child(n) for n in ("run/a.pt", "run", "nothing"))
+    kinds = [(p.is_file(), p.is_folder(), p.exists()) for p in (file, folder, nothing)]
+    assert kinds == [(True, False, True), (False, True, True), (False, False, False)]
+    assert not file.child("b").exists()
+
+
+def test_children(ground: Ground) -> None:
+    for name in ("run/b.pt", "run/.hidden", "run/a/x.pt", "run/a/y.pt", "running/c.pt"):
+        ground.write(name, b"x")
+    run = ground.place.child("run")
+    assert [p.name for p in run.children()] == [".hidden", "a", "b.pt"]
+    assert run.children()[1] == run.child("a")
+    assert [p.is_folder() for p in run.children()] == [False, True, False]
+    ground.write("run/c.pt", b"x")  # a live run adds files
+    assert [p.name for p in run.children()] == [".hidden", "a", "b.pt", "c.pt"]
+    with pytest.raises(FileNotFoundError, match=re.escape(str(ground.place.child("nothing")))):
+        ground.place.child("nothing").children()
+
+
+def test_patterns(ground: Ground) -> None:
+    for name in ("run/step_1.pt", "run/step_20.pt", "run/step_3.bin", "run/deep/step_4.pt"):
+        ground.write(name, b"x")
+    assert [p.name for p in ground.place.child("run/step_*.pt").glob()] == [
+        "step_1.pt",
+        "step_20.pt",
+    ]
+    assert [p.name for p in ground.place.child("run/step_?.*").glob()] == [
+        "step_1.pt",
+        "step_3.bin",
+    ]
+    assert [p.name for p in ground.place.child("run/step_[13].*").glob()] == [
+        "step_1.pt",
+        "step_3.bin",
+    ]
+    assert ground.place.child("run/step_1.pt").glob() == [ground.place.child("run/step_1.pt")]
+    assert ground.place.child("run/other*").glob() == []
+    assert ground.place.child("nothing/*").glob() == []
+
+
+def test_stamps(ground: Ground) -> None:
+    ground.write("a", b"12345")
+    place = ground.place.child("a")
+    before = place.stamp()
+    assert (before, place.size) == (place.stamp(), 5)
+    assert before[0] == 5
+    ground.write("a", b"54321")
+    assert place.stamp() != before
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        ground.place.child("nothing").stamp()
+
+
+def test_bytes(ground: Ground) -> None:
+    content = bytes(range(256))
+    ground.write("a", content)
+    ground.write("empty", b"")
+    place = ground.place.child("a")
+    source = place.open()
+    assert source.size == 256
+    assert source.view(3, 9).tobytes() == content[3:9]
+    assert source.view(0, 256).tobytes() == place.read_bytes() == content
+    assert source.view(7, 7).tobytes() == b""
+    view = source.view(250, 256)
+    assert view.dtype == np.uint8
+    source.close()
+    assert view.tobytes() == content[250:]  # views outlive their source
+    assert ground.place.child("empty").read_bytes() == b""
+    for act in (ground.place.child("nothing").open, ground.place.child("nothing").read_bytes):
+        with pytest.raises(FileNotFoundError, match="nothing"):
+            act()
+
+
+def test_a_source_as_a_file(ground: Ground) -> None:
+    ground.write("a", b"0123456789")
+    file = SourceFile(ground.place.child("a").open(), 2, 8)
+    assert file.read(2) == b"23"
+    assert (file.seek(-2, io.SEEK_END), file.read()) == (4, b"67")
+    assert (file.seek(1), file.seek(1, io.SEEK_CUR), file.tell()) == (1, 2, 2)
+    assert file.read(100) == b"4567"
+    assert file.read(1) == b""
+    with pytest.raises(ValueError):
+        file.seek(-1)
+
+
+@pytest.fixture
+def remote() -> Iterator[RemotePlace]:
+    place = parse_place("memory://unit/remote")
+    assert isinstance(place, RemotePlace)
+    yield place
+    place.fs.store.clear()
+    place.fs.pseudo_dirs[:] = [""]
+
+
+def test_upload_and_remove(remote: RemotePlace, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    target = remote.child("deep").child("a.bin")
+    target.upload(tmp_path / "a")
+    assert target.read_bytes() == b"abc"
+    assert remote.child("deep").is_folder()
+    target.remove()
+    assert not target.exists()
+    target.remove()  # it is gone already, which is what was wanted
+
+
+def test_a_file_that_changes_while_it_is_read(remote: RemotePlace) -> None:
+    place = remote.child("a")
+    remote.fs.pipe(place.path, b"0123456789")
+    source = place.open()
+    remote.fs.pipe(place.path, b"0123")
+    with pytest.raises(FormatError, match=r"memory://unit/remote/a: asked for 6 bytes .* got 2"):
+        source.view(2, 8)
+    remote.fs.rm(place.path)
+    with pytest.raises(FormatError, match=r"memory://unit/remote/a: was removed"):
+        source.view(2, 8)
+
+
+def test_only_what_is_asked_for_is_fetched(
+    remote: RemotePlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = torch.arange(1000.0)
+    save_file({"big": torch.zeros(5_000_000), "small": small}, tmp_path / "a.safetensors")
+    place = remote.child("a.safetensors")
+    place.upload(tmp_path / "a.safetensors")
+    fetched: list[int] = []
+    original = type(remote.fs).cat_file
+
+    def counting(*args: Any, **kwargs: Any) -> bytes:
+        fetched.append(len(found := original(*args, **kwargs)))
+        return found
+
+    monkeypatch.setattr(type(remote.fs), "cat_file", counting)
+    with open_checkpoint(place) as opened:
+        assert sum(fetched) < 1000
+        read = opened.read("small", 400, 4000)
+    assert np.array_equal(read.view(np.float32), small[100:].numpy())
+    assert 3600 < sum(fetched) < 4600
+    assert place.size > 20_000_000
+
+
+def make_error(name: str, base: type[Exception], text: str) -> Exception:
+    """As a library that need not be installed would raise it."""
+    error: Exception = type(name, (base,), {})(text)
+    return error
+
+
+BOTO = type("BotoCoreError", (Exception,), {})
+UNREACHABLE = type("ConnectionError", (BOTO,), {})  # not the built-in one
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "says"),
+    [
+        (PermissionError("Forbidden"), ConfigError, r"not allow it \(Forbidden\).*AWS_PROFILE"),
+        (make_error("NoCredentialsError", BOTO, "Unable to locate credentials"), ConfigError,
+         r"no credentials .*Unable to locate.*AWS_ACCESS_KEY_ID"),
+        (make_error("EndpointConnectionError", UNREACHABLE, "Could not connect\n to x"),
+         ConnectionError, r"cannot be reached \(Could not connect to x\).*AWS_ENDPOINT_URL"),
+        (TimeoutError("slow"), ConnectionError, "cannot be reached"),
+        (ConnectionResetError("reset"), ConnectionError, "cannot be reached"),
+        (make_error("ProfileNotFound", BOTO, "The config profile (x) could not be found"),
+         ConfigError, "profile.*settings"),
+        (ValueError("Invalid bucket name"), ConfigError, r"Invalid bucket name\. Check the URL"),
+        (OSError("SlowDown"), OSError, r"the server failed \(OSError: SlowDown\)\. Run it again"),
+        (make_error("ResponseParserError", Exception, "bad XML"), OSError, "ResponseParserError"),
+        (FormatError("ours"), FormatError, "^ours$"),
+    ],
+)  # fmt: skip
+def test_what_a_server_says_becomes_what_to_do(
+    error: Exception, kind: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs = fsspec.filesystem("memory")
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    place = RemotePlace(fs, "bucket/a.pt", "s3")
+    for method in ("info", "ls", "glob", "cat_file", "put_file", "rm_file"):
+        monkeypatch.setattr(type(fs), method, fail)
+    source = RemoteSource(fs, place.path, str(place), size=10)
+    for act in (place.is_file, place.is_folder, place.exists, place.children, place.glob,
+                place.stamp, place.open, place.read_bytes, lambda: source.view(0, 4)):  # fmt: skip
+        with pytest.raises(kind, match=says) as caught:
+            act()
+        if error is not caught.value:
+            assert str(caught.value).startswith("s3://bucket/a.pt: ")
+    for act in (lambda: place.upload(Path(__file__)), place.remove):
+        with pytest.raises(OutputError, match=r"It was not (written|removed)"):
+            act()
+
+
+def test_other_servers_get_other_advice() -> None:
+    error = make_error("DefaultCredentialsError", Exception, "none")
+    with pytest.raises(ConfigError, match="gcloud auth"), telling("gs://bucket/x"):
+        raise error
+    with pytest.raises(ConfigError, match="Log in to it first"), telling("abfs://bucket/x"):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("url", "module", "package"),
+    [
+        ("gs://bucket/run", "gcsfs", "pip install 'gcsfs'"),
+        ("gcs://bucket/run", "gcsfs", "pip install 'gcsfs'"),
+        ("s3://bucket/run", "s3fs", r"pip install 'torch-lawa\[s3\]'"),
+        ("abfs://bucket/run", "adlfs", "pip install 'adlfs'"),
+        ("lakefs://repository/run", "lakefs_spec", "lakefs-spec.*Install it"),
+    ],
+)
+def test_a_package_that_is_missing(
+    url: str, module: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    protocol = url.partition("://")[0]
+    monkeypatch.setitem(sys.modules, module, None)
+    registry = sys.modules["fsspec.registry"]._registry  # what was imported before
+    monkeypatch.delitem(registry, protocol, raising=False)
+    with pytest.raises(ConfigError, match=f"{url}: {protocol}:// needs .*{package}"):
+        parse_place(url)
+
+
+def test_other_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parse_place("~/a") == LocalPlace(tmp_path / "a")
+    assert parse_place("file:///tmp/a") == LocalPlace("/tmp/a")
+    assert parse_place(tmp_path) == LocalPlace(tmp_path)
+    assert not is_url("C:/runs/a.pt")
+    with pytest.raises(ConfigError, match=r"nonsense://x: .*Give a path or a URL"):
+        parse_place("nonsense://x")
+    with pytest.raises(LawaError):
+        open_checkpoint(parse_place("memory://nowhere/a.pt"))
+
+
+def test_place_is_whole() -> None:
+    """The battery above calls every method that a place must have."""
+    assert Place.__abstractmethods__ == {
+        "name", "child", "parent", "is_file", "is_folder", "children", "glob", "stamp", "open"
+    }  # fmt: skip

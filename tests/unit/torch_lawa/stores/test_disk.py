@@ -1,0 +1,304 @@
+"""The window on disk: whole or not there, whatever kills the process."""
+
+import gc
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from torch_lawa import DiskStore, LatestWeightAverager
+from torch_lawa.errors import ConfigError, FormatError, StoreError
+
+WRITER = """
+import sys, torch
+from torch_lawa import DiskStore, LatestWeightAverager
+averager = LatestWeightAverager(k=3, store=DiskStore(sys.argv[1]))
+start = averager.num_collected
+print("ready", flush=True)
+for i in range(start, start + 100000):
+    averager.collect({"w": torch.full((20000,), float(i)), "n": torch.tensor(i)}, step=i + 1)
+    averager.wait()
+    print(i, flush=True)
+"""
+
+
+def write(folder: Path, values: range, k: int = 3) -> LatestWeightAverager:
+    averager = LatestWeightAverager(k=k, store=DiskStore(folder))
+    for value in values:
+        averager.collect({"w": torch.full((4,), float(value)), "n": torch.tensor(value)})
+    averager.wait()
+    return averager
+
+
+@pytest.mark.parametrize("attempt", range(4))
+def test_killed_at_any_moment_the_window_is_whole(tmp_path: Path, attempt: int) -> None:
+    """SIGKILL in the middle of writing: what was confirmed is there, in order, and it goes on."""
+    confirmed = -1
+    for _ in range(3):
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "ready"
+        time.sleep(random.uniform(0.0, 0.08))
+        process.send_signal(signal.SIGKILL)
+        output = process.stdout.read().splitlines()
+        process.wait()
+        process.stdout.close()
+        confirmed = max([confirmed, *(int(line) for line in output if line)])
+        averager = LatestWeightAverager(k=3, store=DiskStore(tmp_path))
+        last = averager.num_collected - 1
+        assert last >= confirmed
+        if last >= 0:
+            held = list(range(max(0, last - 2), last + 1))
+            assert averager.snapshot_steps == [value + 1 for value in held]
+            average = averager.average(k=len(held))
+            assert average["w"].unique().tolist() == [sum(held) / len(held)]
+            assert average["n"].item() == last
+        leftovers = [p.name for p in tmp_path.iterdir() if "partial" in p.name]
+        assert not leftovers
+        assert len(list(tmp_path.glob("window-*"))) == len(averager)
+        del averager
+
+
+def test_a_later_process_goes_on(tmp_path: Path) -> None:
+    del_me = write(tmp_path, range(5))
+    del del_me
+    averager = LatestWeightAverager(k=3, store=DiskStore(tmp_path))
+    assert len(averager) == 3
+    assert averager.num_collected == 5
+    assert averager.average()["w"].tolist() == [3.0] * 4
+    averager.collect({"w": torch.full((4,), 5.0), "n": torch.tensor(5)})
+    assert averager.average()["w"].tolist() == [4.0] * 4
+    assert averager.snapshot_steps == [4, 5, 6]
+
+
+def test_another_k_when_reopened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_lawa.stores import disk
+
+    del_me = write(tmp_path, range(5), k=4)
+    del del_me
+    averager = LatestWeightAverager(k=2, store=DiskStore(tmp_path))
+    assert averager.average()["w"].tolist() == [3.5] * 4
+    with monkeypatch.context() as patch:  # a failed write forgets none of the surplus
+        patch.setattr(disk, "write_flat", lambda *_: (_ for _ in ()).throw(OSError("full")))
+        averager.collect({"w": torch.full((4,), 5.0), "n": torch.tensor(5)})
+        with pytest.raises(StoreError, match="full"):
+            averager.wait()
+    averager.collect({"w": torch.full((4,), 5.0), "n": torch.tensor(5)})
+    averager.wait()
+    assert averager.average()["w"].tolist() == [4.5] * 4
+    assert len(list(tmp_path.glob("window-*"))) == 2
+
+
+def test_the_folder_stays_bounded_and_readable_by_others(tmp_path: Path) -> None:
+    for sliding, most in ((False, 3), (True, 4)):
+        folder = tmp_path / str(sliding)
+        averager = LatestWeightAverager(k=3, store=DiskStore(folder), _sliding=sliding)
+        for value in range(8):
+            averager.collect({"w": torch.full((4,), float(value)), "n": torch.tensor(value)})
+            averager.wait()
+            files = sorted(folder.glob("window-*.safetensors"))
+            assert len(files) == min(value + 1, most)
+            assert len(list(folder.glob("kept-*"))) == 1
+            if averager.ready:
+                averager.average()
+        newest = load_file(files[-1])  # the safetensors library itself
+        assert newest["w"].tolist() == [7.0] * 4
+        del averager
+
+
+def test_two_averagers_on_one_folder_are_refused(tmp_path: Path) -> None:
+    averager = write(tmp_path, range(2))
+    with pytest.raises(StoreError, match="another averager"):
+        LatestWeightAverager(k=3, store=DiskStore(tmp_path))
+    assert len(averager) == 2
+
+
+def test_a_failed_write_is_raised_and_the_window_before_it_is_intact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch_lawa.stores import disk
+
+    averager = write(tmp_path, range(3))
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "write_flat", full)
+        averager.collect({"w": torch.full((4,), 9.0), "n": torch.tensor(9)})
+        with pytest.raises(StoreError, match=r"No space left on device.*intact"):
+            averager.wait()
+    assert averager.average()["w"].tolist() == [1.0] * 4
+    averager.collect({"w": torch.full((4,), 3.0), "n": torch.tensor(3)})
+    assert averager.average()["w"].tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove", "manifest", "swap", "escape"])
+def test_damage_is_found_on_opening(tmp_path: Path, damage: str) -> None:
+    averager = write(tmp_path, range(3))
+    del averager
+    victim = sorted(tmp_path.glob("window-*"))[1]
+    manifest = tmp_path / "manifest.json"
+    if damage == "truncate":
+        os.truncate(victim, victim.stat().st_size - 3)
+        with pytest.raises(FormatError, match=rf"{victim.name}.*truncated"):
+            LatestWeightAverager(k=3, store=DiskStore(tmp_path))
+        return
+    if damage == "remove":
+        victim.unlink()
+    elif damage == "manifest":
+        manifest.write_text(manifest.read_text()[:-40])
+    elif damage == "swap":
+        victim.write_bytes(next(tmp_path.glob("kept-*")).read_bytes())
+    else:
+        text = json.loads(manifest.read_text())
+        text["snapshots"][0]["file"] = "../outside.safetensors"
+        manifest.write_text(json.dumps(text))
+    with pytest.raises(StoreError, match=r"not there|damaged|other tensors"):
+        LatestWeightAverager(k=3, store=DiskStore(tmp_path))
+    assert manifest.exists()  # nothing was thrown away
+
+
+def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot be used for snapshots"):
+        LatestWeightAverager(store=DiskStore(tmp_path / "file"))
+
+
+def test_foreign_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("precious")
+    (tmp_path / "notes.partial").write_text("precious")
+    write(tmp_path, range(5)).reset()
+    assert (tmp_path / "model.safetensors").read_text() == "precious"
+    assert (tmp_path / "notes.partial").read_text() == "precious"
+
+
+def test_a_state_that_cannot_be_written_leaves_everything_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch_lawa.stores import disk
+
+    source = LatestWeightAverager(k=3)
+    for value in range(10, 14):
+        source.collect({"other": torch.full((9,), float(value))})
+    averager = write(tmp_path, range(5))
+    original, calls = disk.write_flat, []
+
+    def full(*args: object, **kwargs: object) -> None:
+        calls.append(args)
+        if len(calls) > 3:
+            raise OSError(28, "No space left on device")
+        original(*args, **kwargs)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "write_flat", full)
+        with pytest.raises(StoreError, match="No space left on device"):
+            averager.load_state_dict(source.state_dict())
+    assert averager.average()["w"].tolist() == [3.0] * 4
+    assert averager.num_collected == 5
+    assert len(list(tmp_path.glob("window-*"))) == 3
+    averager.collect({"w": torch.full((4,), 5.0), "n": torch.tensor(5)})
+    assert averager.average()["w"].tolist() == [4.0] * 4
+    del averager
+    gc.collect()  # the error above still refers to it
+    again = LatestWeightAverager(k=3, store=DiskStore(tmp_path))
+    assert again.average()["w"].tolist() == [4.0] * 4
+
+
+def test_reloading_a_state_replaces_the_files_in_one_step(tmp_path: Path) -> None:
+    source = LatestWeightAverager(k=3)
+    for value in range(10, 14):
+        source.collect({"w": torch.full((4,), float(value)), "n": torch.tensor(value)})
+    averager = write(tmp_path, range(3))
+    averager.load_state_dict(source.state_dict())
+    assert averager.average()["w"].tolist() == [12.0] * 4
+    assert len(list(tmp_path.glob("window-*"))) == 3
+    del averager
+    again = LatestWeightAverager(k=3, store=DiskStore(tmp_path))
+    assert again.average()["w"].tolist() == [12.0] * 4
+    assert again.num_collected == 4
+
+
+FORKING = """
+import os, sys, torch
+from torch_lawa import DiskStore, LatestWeightAverager
+
+def averager():
+    return LatestWeightAverager(k=2, store=DiskStore(sys.argv[1]))
+
+def collect(value):
+    owner.collect({"w": torch.full((4,), value)})
+    owner.wait()
+
+owner = averager()
+collect(1.0)
+sleeping, awake = os.pipe()
+if os.fork() == 0:  # as the worker of a loader: it has everything open, and works on
+    os.close(awake)
+    os.read(sleeping, 1)
+    os._exit(0)
+if (child := os.fork()) == 0:
+    try:
+        collect(5.0)
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+collect(2.0)
+del owner
+print(averager().average()["w"].tolist())
+"""
+
+
+def test_forked_processes_neither_write_nor_keep_the_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKING, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    refused, found = done.stdout.splitlines() or [done.stderr, ""]
+    assert refused.startswith("StoreError")
+    assert "this process was forked from the one that owns the window" in refused
+    assert found == "[1.5, 1.5, 1.5, 1.5]"
+
+
+def test_a_store_is_that_of_one_averager(tmp_path: Path) -> None:
+    """Two would push each other's snapshots out, and average what the other collected."""
+    store, state = DiskStore(tmp_path), {"w": torch.ones(4)}
+    first = LatestWeightAverager(k=1, store=store)
+    first.collect(state)
+    second = LatestWeightAverager(k=1, store=store)  # takes over
+    second.collect({"w": torch.zeros(4)})
+    with pytest.raises(ConfigError, match="was given to another one since"):
+        first.collect(state)
+    with pytest.raises(ConfigError, match="was given to another one since"):
+        first.average()
+    assert second.average()["w"].tolist() == [0.0] * 4
+
+
+def test_a_failed_write_does_not_keep_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    averager = write(tmp_path, range(2))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch_lawa.stores.disk.write_flat", full)
+    averager.collect({"w": torch.zeros(4), "n": torch.tensor(9)})
+    with pytest.raises(StoreError, match="No space left"):
+        averager.wait()
+    gc.collect()
+    gc.disable()
+    try:
+        del averager
+        assert LatestWeightAverager(k=3, store=DiskStore(tmp_path)).snapshot_steps == [1, 2]
+    finally:
+        gc.enable()

@@ -1,0 +1,468 @@
+"""The averager as a training loop uses it: rules for every tensor, readiness, errors, names."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from support.models import assert_same_state, shake, small_net
+from torch import nn
+
+from torch_lawa import Every, Explicit, Exponential, LatestWeightAverager, OnPlateau
+from torch_lawa.errors import ConfigError, LayoutError, NotReadyError
+
+
+def mean_of(states: list[dict[str, torch.Tensor]], name: str) -> torch.Tensor:
+    return (sum(s[name].double() for s in states) / len(states)).to(states[0][name].dtype)  # type: ignore[union-attr]
+
+
+def test_the_papers_pseudocode_gives_the_same_weights() -> None:
+    """Algorithm 1, to the letter: a list, append, mean of all, delete the first."""
+    torch.manual_seed(3)
+    model, k = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), 3
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    averager = LatestWeightAverager(k=k)
+    ckpts: list[list[torch.Tensor]] = []
+    lawa_model = copy.deepcopy(model)
+    for epoch in range(8):
+        for _ in range(5):
+            loss = (model(torch.randn(16, 4)) - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        ckpts.append([p.detach().clone() for p in model.parameters()])
+        averager.collect(model)
+        assert averager.ready == (epoch + 1 >= k)
+        if epoch + 1 >= k:
+            for p, values in zip(lawa_model.parameters(), zip(*ckpts, strict=True), strict=True):
+                p.data.copy_(torch.stack(values).double().mean(0))
+            del ckpts[0]
+            assert_same_state(averager.average(), dict(lawa_model.state_dict()))
+
+
+def test_average_loads_into_the_model() -> None:
+    model = small_net()
+    averager = LatestWeightAverager(k=2)
+    states = []
+    for _ in range(3):
+        states.append(shake(model))
+        averager.collect(model)
+    model.load_state_dict(averager.average())
+    assert torch.equal(model[4].weight, mean_of(states[-2:], "4.weight"))
+    assert torch.equal(model[1].running_mean, states[-1]["1.running_mean"])
+    assert torch.equal(model[1].num_batches_tracked, states[-1]["1.num_batches_tracked"])
+
+
+def test_buffers_are_averaged_on_request() -> None:
+    model = small_net()
+    averager = LatestWeightAverager(k=2, buffers="average")
+    states = []
+    for _ in range(2):
+        states.append(shake(model))
+        averager.collect(model)
+    average = averager.average()
+    assert torch.equal(average["1.running_var"], mean_of(states, "1.running_var"))
+    assert average["1.num_batches_tracked"].dtype == torch.int64
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_tied_weights_are_averaged_once_and_stay_tied() -> None:
+    model = Tied()
+    averager = LatestWeightAverager(k=2)
+    states = []
+    for _ in range(2):
+        states.append(shake(model))
+        averager.collect(model)
+    average = averager.average()
+    assert set(average) == {"embedding.weight", "head.weight"}
+    assert average["head.weight"] is average["embedding.weight"]
+    assert "15 values" in repr(averager)
+    model.load_state_dict(average)
+    assert model.head.weight is model.embedding.weight
+    assert torch.equal(model.head.weight, mean_of(states, "head.weight"))
+    with averager.swapped_into(model):
+        assert model.head.weight is model.embedding.weight
+
+
+def test_a_tied_average_fills_an_untied_model() -> None:
+    model, untied = Tied(), Tied()
+    untied.head.weight = nn.Parameter(torch.zeros(5, 3))
+    averager = LatestWeightAverager(k=1)
+    averager.collect(model)
+    with averager.swapped_into(untied):
+        assert torch.equal(untied.head.weight, model.head.weight)
+        assert torch.equal(untied.embedding.weight, model.head.weight)
+    assert not untied.head.weight.any()
+
+
+def test_frozen_parameters_are_kept_once_or_omitted() -> None:
+    model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 1))
+    model[0].requires_grad_(False)
+    averager = LatestWeightAverager(k=4)
+    adapter = LatestWeightAverager(k=4, frozen="omit")
+    for _ in range(4):
+        with torch.no_grad():
+            model[1].weight.normal_()
+        averager.collect(model)
+        adapter.collect(model)
+    assert "11 values" in repr(averager)
+    assert torch.equal(averager.average()["0.weight"], model[0].weight)
+    model.load_state_dict(averager.average())
+    assert set(adapter.average()) == {"1.weight", "1.bias"}
+    with adapter.swapped_into(model):
+        assert torch.equal(model[1].weight, adapter.average()["1.weight"])
+
+
+@pytest.mark.parametrize("store", ["host", "device"])
+@pytest.mark.parametrize("sliding", [True, False])
+def test_a_parameter_unfrozen_later_joins_with_the_value_it_had(store: str, sliding: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    averager = LatestWeightAverager(k=3, store=store, _sliding=sliding)  # type: ignore[arg-type]
+    states = []
+    for i in range(5):
+        if i == 3:
+            model[0].requires_grad_(True)
+        with torch.no_grad():
+            model[1].weight.normal_()
+            if i >= 3:
+                model[0].weight.normal_()
+        averager.collect(model)
+        states.append({n: t.clone() for n, t in model.state_dict().items()})
+        if averager.ready:
+            average = averager.average()
+            for name in states[0]:
+                assert torch.equal(average[name], mean_of(states[-3:], name)), (i, name)
+    model[0].requires_grad_(False)  # frozen again: it goes on being averaged
+    averager.collect(model)
+    assert torch.equal(
+        averager.average()["0.weight"],
+        mean_of([*states[-2:], dict(model.state_dict())], "0.weight"),
+    )
+
+
+def test_an_omitted_parameter_cannot_join() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    averager = LatestWeightAverager(k=3, frozen="omit")
+    averager.collect(model)
+    model[0].requires_grad_(True)
+    with pytest.raises(LayoutError, match=r"'0.weight' is new.*reset"):
+        averager.collect(model)
+
+
+class Wrapped(nn.Module):
+    """A model with a submodule honestly called `module`, and a compiled part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+        self.inner = torch.compile(nn.Linear(2, 2), backend="eager")
+
+
+def test_wrapper_prefixes_never_leak_and_real_names_stay() -> None:
+    expected = {"module.weight", "module.bias", "inner.weight", "inner.bias"}
+    model = Wrapped()
+    for wrapped in (
+        model,
+        nn.DataParallel(model),
+        torch.compile(model, backend="eager"),
+        torch.compile(nn.DataParallel(model), backend="eager"),
+    ):
+        averager = LatestWeightAverager(k=1)
+        averager.collect(wrapped)  # type: ignore[arg-type]
+        assert set(averager.average()) == expected
+        with averager.swapped_into(model):  # names are the same for every wrapper
+            pass
+
+
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    """The real wrapper, on one gloo rank."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    try:
+        model = small_net()
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        averager = LatestWeightAverager(k=2)
+        states = []
+        for _ in range(2):
+            states.append(shake(model))
+            averager.collect(wrapped)
+        assert set(averager.average()) == set(model.state_dict())
+        with averager.swapped_into(wrapped):
+            assert torch.equal(model[4].weight, mean_of(states, "4.weight"))
+        assert torch.equal(model[4].weight, states[-1]["4.weight"])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_prefixes_of_state_dicts() -> None:
+    averager = LatestWeightAverager(k=1)
+    averager.collect({"module._orig_mod.a": torch.ones(1), "module.b": torch.ones(1)})
+    assert set(averager.average()) == {"a", "b"}
+    averager = LatestWeightAverager(k=1)
+    averager.collect({"module.a": torch.ones(1), "b": torch.ones(1)})
+    assert set(averager.average()) == {"module.a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.update(w=torch.ones(3)), r"'w' has shape \(3,\) and had \(2,\)"),
+        (lambda s: s.update(w=torch.ones(2).double()), r"'w' is torch.float64 and was"),
+        (lambda s: s.pop("w"), r"'w' was collected before and is gone"),
+        (lambda s: s.update(x=torch.ones(2)), r"'x' is new"),
+        (lambda s: s.update(w=[1.0, 2.0]), r"'w' is a list, not a tensor"),
+        (lambda s: s.update(w=torch.ones(2, device="meta")), r"'w' is on the meta device"),
+        (lambda s: s.update(w=torch.eye(2).to_sparse()), r"'w' has layout torch.sparse"),
+    ],
+)
+def test_a_model_that_changed_is_an_error_that_names_the_tensor(change, message) -> None:  # type: ignore[no-untyped-def]
+    averager = LatestWeightAverager(k=2)
+    state = {"w": torch.ones(2), "b": torch.ones(1)}
+    averager.collect(dict(state))
+    change(state)
+    for _ in range(2):  # a bad model stays bad the second time
+        with pytest.raises(LayoutError, match=message):
+            averager.collect(state)
+    averager.collect({"w": torch.zeros(2), "b": torch.ones(1)})  # and nothing was spoiled
+    assert averager.average()["w"].tolist() == [0.5, 0.5]
+    assert averager.num_collected == 2
+
+
+def test_a_lazy_layer_is_an_error() -> None:
+    model = nn.LazyLinear(3)
+    with pytest.raises(LayoutError, match="'weight' is not initialised yet"):
+        LatestWeightAverager().collect(model)
+
+
+def test_nothing_to_average_is_an_error() -> None:
+    with pytest.raises(LayoutError, match="nothing to average"):
+        LatestWeightAverager().collect(nn.ReLU())
+    with pytest.raises(LayoutError, match="got list"):
+        LatestWeightAverager().collect([torch.ones(1)])  # type: ignore[arg-type]
+
+
+def test_replaced_and_moved_tensors_are_noticed() -> None:
+    """The quick path must not copy from tensors the model no longer has."""
+    model = nn.Linear(2, 1, bias=False)
+    averager = LatestWeightAverager(k=1)
+    averager.collect(model)
+    model.weight = nn.Parameter(torch.full((1, 2), 7.0))
+    averager.collect(model)
+    assert averager.average()["weight"].tolist() == [[7.0, 7.0]]
+    model.weight.data = torch.full((1, 2), 9.0)
+    averager.collect(model)
+    assert averager.average()["weight"].tolist() == [[9.0, 9.0]]
+    other = nn.Linear(2, 1, bias=False)
+    averager.collect(other)
+    assert torch.equal(averager.average()["weight"], other.weight)
+
+
+def test_a_module_that_changed_is_refused_every_time() -> None:
+    """Also by the quick path, which recognises a model it has seen."""
+    model = nn.Linear(2, 3)
+    averager = LatestWeightAverager(k=2)
+    averager.collect(model)
+    model.weight.data = model.weight.data.view(2, 3)  # the same memory in another shape
+    for _ in range(2):
+        with pytest.raises(LayoutError, match=r"'weight' has shape \(2, 3\) and had \(3, 2\)"):
+            averager.collect(model)
+    model.weight.data = model.weight.data.view(3, 2)
+    averager.collect(model)
+    assert averager.num_collected == 2
+
+
+def test_another_module_on_the_same_memory_is_another_module() -> None:
+    first, second = nn.Module(), nn.Module()
+    first.a = nn.Parameter(torch.ones(3))
+    second.b = nn.Parameter(first.a.data)
+    averager = LatestWeightAverager(k=2)
+    averager.collect(first)
+    with pytest.raises(LayoutError, match="'a' was collected before and is gone"):
+        averager.collect(second)
+
+
+def test_the_averager_does_not_keep_the_model_alive() -> None:
+    import gc
+    import weakref
+
+    model = nn.Linear(2, 1)
+    averager = LatestWeightAverager(k=2)
+    averager.collect(model)
+    watched = weakref.ref(model.weight)
+    del model
+    gc.collect()
+    assert watched() is None
+    assert len(averager) == 1
+
+
+def test_memory_format_is_kept_and_harmless() -> None:
+    model = small_net()
+    averager = LatestWeightAverager(k=2)
+    states = [shake(model)]
+    averager.collect(model)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    states.append(shake(model))
+    averager.collect(model)
+    average = averager.average()
+    assert torch.equal(average["0.weight"], mean_of(states, "0.weight"))
+    assert average["0.weight"].stride() == model[0].weight.stride()
+
+
+def test_waiting_and_not_waiting_for_a_full_window() -> None:
+    patient, eager = LatestWeightAverager(k=3), LatestWeightAverager(k=3, min_snapshots=1)
+    for averager in (patient, eager):
+        assert not averager.ready
+        with pytest.raises(NotReadyError, match="0 of 3 snapshots were collected; call"):
+            averager.average()
+        averager.collect({"w": torch.tensor([1.0])})
+        averager.collect({"w": torch.tensor([2.0])})
+    assert not patient.ready
+    with pytest.raises(NotReadyError, match="2 of 3 snapshots"):
+        patient.average()
+    assert patient.average(k=2)["w"].item() == 1.5
+    with pytest.raises(NotReadyError, match="the mean of 3 was asked for"):
+        patient.average(k=3)
+    with pytest.raises(ConfigError, match="ask for 1 to 3"):
+        patient.average(k=4)
+    assert eager.ready
+    assert eager.average()["w"].item() == 1.5
+
+
+def test_coefficients_reach_the_mean() -> None:
+    states = [{"w": torch.tensor([float(v)])} for v in (1, 10, 100)]
+    exponential = LatestWeightAverager(k=3, coefficients=Exponential(0.5))
+    explicit = LatestWeightAverager(k=3, coefficients=Explicit([1, 2, 7]))
+    for state in states:
+        exponential.collect(state)
+        explicit.collect(state)
+    assert exponential.average()["w"].item() == 0.25 * 1 + 0.25 * 10 + 0.5 * 100
+    assert explicit.average()["w"].item() == pytest.approx(72.1)
+    assert explicit.average(k=2)["w"].item() == pytest.approx((20 + 700) / 9)
+
+
+def test_labels_and_repr() -> None:
+    averager = LatestWeightAverager(k=2)
+    assert repr(averager).startswith("LatestWeightAverager(k=2, 0 of 2 snapshots, host memory")
+    assert bool(averager)
+    assert len(averager) == 0
+    averager.collect({"w": torch.ones(1000)})
+    averager.collect({"w": torch.ones(1000)}, step=500)
+    averager.collect({"w": torch.ones(1000)})
+    assert averager.snapshot_steps == [500, 501]
+    with pytest.raises(ConfigError, match=r"step=501 is not after .*reset"):
+        averager.collect({"w": torch.ones(1000)}, step=501)
+    assert "2 of 2 snapshots (steps 500 to 501), 1,000 values each, 0.0 MB in host" in repr(
+        averager
+    )
+
+
+@pytest.mark.parametrize("sliding", [True, False])
+def test_inference_mode_leaves_nothing_behind(sliding: bool) -> None:
+    """Collecting and reading inside it, going on outside."""
+    model = small_net()
+    averager = LatestWeightAverager(k=2, _sliding=sliding)
+    states = []
+    for inside in (True, True, False, True, False, False):
+        states.append(shake(model))
+        with torch.inference_mode(inside):
+            averager.collect(model)
+            if averager.ready:
+                average = averager.average()
+                assert not average["4.weight"].is_inference()
+                assert torch.equal(average["4.weight"], mean_of(states[-2:], "4.weight"))
+                with averager.swapped_into(model):
+                    model.eval()(torch.zeros(1, 1, 8, 8))
+    loaded = LatestWeightAverager(k=2, _sliding=sliding)
+    with torch.inference_mode():
+        loaded.load_state_dict(averager.state_dict())
+    loaded.collect(model)
+    model.train()(torch.randn(4, 1, 8, 8)).sum().backward()
+
+
+def test_reset_begins_a_new_window() -> None:
+    averager = LatestWeightAverager(k=2)
+    averager.collect({"w": torch.ones(1)})
+    averager.reset()
+    assert len(averager) == 0
+    averager.collect({"other": torch.ones(3)})
+    assert averager.num_collected == 2
+    assert set(averager.average(k=1)) == {"other"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k": 0}, "k=0"),
+        ({"k": 2.5}, "k=2.5"),
+        ({"k": True}, "k=True"),
+        ({"min_snapshots": 0}, "min_snapshots=0"),
+        ({"store": "gpu"}, "store='gpu': choose one of 'host', 'device'"),
+        ({"store": "disk"}, "Or give a DiskStore"),
+        ({"coefficients": 3}, r"coefficients=3: give .* Uniform\(\)"),
+        ({"schedule": 3}, r"schedule=3: give .* Every\(n\)"),
+        ({"schedule": OnPlateau}, r"OnPlateau'>: give"),
+        ({"buffers": "copy"}, "buffers='copy'"),
+        ({"frozen": False}, "frozen=False"),
+        ({"_sliding": 1}, "_sliding=1"),
+        ({"storage_dtype": torch.int8}, "storage_dtype=torch.int8"),
+        ({"k": 4, "coefficients": Explicit([1, 2])}, "Explicit has 2 weights"),
+        ({"k": 6, "schedule": Every(100, total=500)}, "gives 5 snapshots .* never be ready"),
+    ],
+)
+def test_bad_configuration_fails_at_construction(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LatestWeightAverager(**options)  # type: ignore[arg-type]
+
+
+def test_schedules_decide() -> None:
+    averager = LatestWeightAverager(k=2, schedule=Every(3, start=2))
+    fired = [averager.step({"w": torch.ones(1)}) for _ in range(9)]
+    assert [i + 1 for i, f in enumerate(fired) if f] == [5, 8]
+    assert averager.snapshot_steps == [5, 8]
+    plateau = LatestWeightAverager(k=2, schedule=OnPlateau())
+    losses = [3.0, 2.0, 2.1, 1.0, float("nan"), 1.0]
+    assert [plateau.step({"w": torch.ones(1)}, loss=loss) for loss in losses] == [
+        False, False, True, False, False, True,
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="needs the validation loss"):
+        plateau.step({"w": torch.ones(1)})
+
+
+def test_no_schedule_collects_at_every_step() -> None:
+    averager = LatestWeightAverager(k=2)
+    assert all(averager.step({"w": torch.ones(1)}) for _ in range(3))
+    assert averager.snapshot_steps == [2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, "float32"])
+def test_a_mean_is_of_floating_point_numbers(dtype: torch.dtype) -> None:
+    """Whole numbers would be cut off; complex ones left half the memory as it was found."""
+    averager = LatestWeightAverager(k=1)
+    averager.collect({"w": torch.full((4,), 1.5)})
+    with pytest.raises(ConfigError, match=r"dtype=.*: weights are floating-point numbers"):
+        averager.average(dtype=dtype)
+    with pytest.raises(ConfigError, match="coefficients='uniform': give one of these"):
+        averager.average(coefficients="uniform")  # type: ignore[arg-type]
+
+
+def test_a_model_converted_into_memory_it_had_before_is_noticed() -> None:
+    model = nn.Linear(64, 64, bias=False)
+    averager = LatestWeightAverager(k=2)
+    averager.collect(model)
+    memory = model.weight.data
+    model.bfloat16()
+    same = memory.view(torch.bfloat16)[:, :64]  # as the allocator may give it again
+    model.weight.data = same.copy_(model.weight.data)
+    assert model.weight.data_ptr() == memory.data_ptr()
+    with pytest.raises(LayoutError, match=r"is torch.bfloat16 and was torch.float32"):
+        averager.collect(model)
