@@ -180,8 +180,8 @@ class LatestWeightAverager:
             if step is not None:
                 raise ConfigError(
                     f"step={step} is not after the newest snapshot in the window, of step "
-                    f"{self.snapshot_steps[-1]}. Did the run go back to an earlier checkpoint? Then "
-                    "load the averager's state saved with it, or call averager.reset()."
+                    f"{self.snapshot_steps[-1]}. If the run went back to a checkpoint, load "
+                    "the averager's state saved with it, or call averager.reset()."
                 )
             label = self.snapshot_steps[-1] + 1
         selection = self._select(model)
