@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from lawa_lab.recipes.configs import DigitsConfig
-from lawa_lab.recipes.digits import build_model, evaluate, load_data
+from lawa_lab.recipes.catalog.digits import DigitsConfig
+from lawa_lab.recipes.tasks.digits import build_model, evaluate, load_data
 from lawa_lab.report.savings import Metric, compare
 from torch_lawa.metrics import Row, read_metrics
 

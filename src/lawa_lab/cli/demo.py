@@ -18,7 +18,7 @@ from torch_lawa._version import __version__
 from torch_lawa.errors import ConfigError, LawaError
 
 if TYPE_CHECKING:
-    from lawa_lab.recipes.configs import DigitsConfig
+    from lawa_lab.recipes.catalog.digits import DigitsConfig
 
 __all__ = ["command"]
 
@@ -65,7 +65,7 @@ def command(output: Path, seed: int, k: int, epochs: int, as_json: bool, overwri
     begin = time.perf_counter()
     _check(output, overwrite)
     # Only now, so that --help and mistakes are answered at once.
-    from lawa_lab.recipes.configs import DigitsConfig
+    from lawa_lab.recipes.catalog.digits import DigitsConfig
 
     try:
         config = DigitsConfig(ks=(k,), epochs=epochs)
@@ -91,7 +91,7 @@ def _demo(
     from lawa_lab.cli.demo_summary import Summary
     from lawa_lab.recipes.loop import train
     from lawa_lab.recipes.run_folder import RunFolder, RunPlan
-    from lawa_lab.recipes.task import Place
+    from lawa_lab.recipes.task import Worker
     from lawa_lab.report.figures import save_demo_figure
     from torch_lawa.metrics import read_metrics
 
@@ -103,7 +103,7 @@ def _demo(
         for seed, folder in zip(seeds, folders, strict=True):
             plan = RunPlan(config=config, seed=seed)
             folder.write_plan(plan, {})
-            if not train(plan, folder, Place(), watcher=view).finished:
+            if not train(plan, folder, Worker(), callback=view).finished:
                 return False
             view.on_seed_done()
     rows = [row for folder in folders for row in read_metrics(folder.metrics)]

@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lawa_lab.recipes.loop import Watcher
+from lawa_lab.recipes.loop import TrainingCallback
 from torch_lawa.metrics import Row
 
 __all__ = ["AVERAGED_STYLE", "RAW_STYLE", "Progress", "show_progress"]
@@ -19,7 +19,7 @@ __all__ = ["AVERAGED_STYLE", "RAW_STYLE", "Progress", "show_progress"]
 RAW_STYLE, AVERAGED_STYLE = "dark_orange", "dodger_blue1"
 
 
-class Progress(Watcher):
+class Progress(TrainingCallback):
     """Raw and averaged weights side by side, a line for each seed, updated in place."""
 
     def __init__(self, console: Console, seeds: Sequence[int], epochs: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lawa_lab.recipes.configs import TrainConfig
+from lawa_lab.recipes.config import TrainConfig
 from torch_lawa.errors import StateError
 from torch_lawa.shards import is_sharded, local
 
@@ -111,7 +111,7 @@ def build_optimizer(
 def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
     """The rate of a step (from 0) of a run of `num_steps`: up in a line, then down as asked.
 
-    >>> from lawa_lab.recipes.configs import TrainConfig
+    >>> from lawa_lab.recipes.config import TrainConfig
     >>> config = TrainConfig(learning_rate=1.0, schedule="linear", warmup_steps=2)
     >>> [learning_rate(config, step, 6) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]

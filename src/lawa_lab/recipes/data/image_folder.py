@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lawa_lab.recipes.data.decoding import (
+from lawa_lab.recipes.data.image_transforms import (
     centre,
     random_view,
     read_image,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import RobertaConfig, RobertaForMaskedLM
 
 from lawa_lab.recipes.data.tokens import BOS, EOS, SPECIAL_TOKENS
-from lawa_lab.recipes.masking import IGNORED
+from lawa_lab.recipes.tasks.masking import IGNORED
 
 __all__ = ["SparseRobertaForMaskedLM", "roberta"]
 

@@ -10,13 +10,13 @@ from torch.utils.data import DataLoader, Sampler
 
 from lawa_lab.recipes.data.image_folder import EvaluationImages, FoundImages, TrainingImages
 from lawa_lab.recipes.data.images import ImagesAndLabels, NormalizedBatches, normalize
-from lawa_lab.recipes.image_task import (
+from lawa_lab.recipes.task import Batch, Worker, seeded
+from lawa_lab.recipes.tasks.images import (
     CALIBRATION_EPOCH,
     NOT_COUNTED,
     Classification,
     own_part,
 )
-from lawa_lab.recipes.task import Batch, Place, seeded
 from torch_lawa.errors import DataError
 
 __all__ = ["StreamedImageTask"]
@@ -43,7 +43,7 @@ class StreamedImageTask(Classification):
         size: int,
         build: Callable[[], nn.Module],
         seed: int,
-        place: Place,
+        worker: Worker,
         batch_size: int,
         batch_norm_batches: int,
         num_workers: int,
@@ -57,17 +57,17 @@ class StreamedImageTask(Classification):
             num_classes=len(found.class_names),
             build=build,
             seed=seed,
-            place=place,
+            worker=worker,
             batch_size=batch_size,
             batch_norm_batches=batch_norm_batches,
             prefix=prefix,
         )
         self._num_workers, self._evaluate_batch_size = num_workers, evaluate_batch_size
-        self._mean = torch.tensor(_MEAN, device=place.device)
-        self._deviation = torch.tensor(_DEVIATION, device=place.device)
+        self._mean = torch.tensor(_MEAN, device=worker.device)
+        self._deviation = torch.tensor(_DEVIATION, device=worker.device)
         self._files = TrainingImages(found.train_paths, size, seed=seed)
         self._labels = torch.tensor(found.train_labels)
-        chosen, counted = own_part(self._num_test, place)
+        chosen, counted = own_part(self._num_test, worker)
         self._test_files = EvaluationImages([found.val_paths[i] for i in chosen.tolist()], size)
         labels = torch.tensor(found.val_labels)[chosen]
         self._test_labels = labels.masked_fill(~counted, NOT_COUNTED)
@@ -82,7 +82,7 @@ class StreamedImageTask(Classification):
             files,
             batch_sampler=keys,
             num_workers=self._num_workers,
-            pin_memory=lasting and self._place.device.type == "cuda",
+            pin_memory=lasting and self._worker.device.type == "cuda",
             persistent_workers=lasting and self._num_workers > 0,
             worker_init_fn=_ignore_interrupts,
             # Its own: theirs would draw from the generator that dropout draws from.
@@ -95,7 +95,7 @@ class StreamedImageTask(Classification):
         One epoch at a time: a call ends the epoch that was read before.
         """
         chosen = self._chosen(epoch, range(first, self.num_batches))
-        chosen = [batch[self._place.share(self._batch_size)] for batch in chosen]
+        chosen = [batch[self._worker.share(self._batch_size)] for batch in chosen]
         self._order.read_next(chosen, epoch)
         for batch, images in zip(chosen, _told(self._loader), strict=True):
             yield self._ready(images, self._labels[batch])
@@ -106,7 +106,7 @@ class StreamedImageTask(Classification):
         return [order[i * self._batch_size : (i + 1) * self._batch_size] for i in indices]
 
     def _ready(self, images: Tensor, labels: Tensor) -> ImagesAndLabels:
-        device = self._place.device
+        device = self._worker.device
         images, labels = (tensor.to(device, non_blocking=True) for tensor in (images, labels))
         return normalize(images, self._mean, self._deviation), labels
 

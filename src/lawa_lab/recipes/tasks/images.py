@@ -15,7 +15,7 @@ from lawa_lab.recipes.data.images import (
     channel_statistics,
     normalize,
 )
-from lawa_lab.recipes.task import Batch, Place, seeded
+from lawa_lab.recipes.task import Batch, Worker, seeded
 from torch_lawa.errors import ConfigError
 
 __all__ = ["CALIBRATION_EPOCH", "Classification", "ImageTask", "own_part", "score"]
@@ -30,7 +30,7 @@ NOT_COUNTED = -100
 class Classification(ABC):
     """What tasks of images have in common: the net, its loss, how it is scored."""
 
-    strict = False  # max pooling may have no repeatable algorithm
+    strict = False  # max pooling may have no deterministic algorithm
 
     def __init__(
         self,
@@ -40,14 +40,14 @@ class Classification(ABC):
         num_classes: int,
         build: Callable[[], nn.Module],
         seed: int,
-        place: Place,
+        worker: Worker,
         batch_size: int,
         batch_norm_batches: int,
         prefix: str,
     ) -> None:
-        check_batch_size(batch_size, num_train, place)
+        check_batch_size(batch_size, num_train, worker)
         self.num_batches = num_train // batch_size
-        self._build, self._seed, self._place, self._prefix = build, seed, place, prefix
+        self._build, self._seed, self._worker, self._prefix = build, seed, worker, prefix
         self._batch_size = batch_size
         self._num_calibration = min(batch_norm_batches, self.num_batches)
         self._num_classes, self._num_test = num_classes, num_test
@@ -72,7 +72,7 @@ class Classification(ABC):
             self._test_batches(),
             self._num_test,
             self._num_classes,
-            place=self._place,
+            worker=self._worker,
             prefix=self._prefix,
         )
 
@@ -90,7 +90,7 @@ class ImageTask(Classification):
         images: Images,
         build: Callable[[], nn.Module],
         seed: int,
-        place: Place,
+        worker: Worker,
         batch_size: int,
         batch_norm_batches: int,
         padding: int,
@@ -103,23 +103,23 @@ class ImageTask(Classification):
             num_classes=images.num_classes,
             build=build,
             seed=seed,
-            place=place,
+            worker=worker,
             batch_size=batch_size,
             batch_norm_batches=batch_norm_batches,
             prefix=prefix,
         )
         self._padding, self._evaluate_batch_size = padding, evaluate_batch_size
-        self._images = images.train_images.to(place.device)
-        self._labels = images.train_labels.to(place.device)
+        self._images = images.train_images.to(worker.device)
+        self._labels = images.train_labels.to(worker.device)
         self._mean, self._deviation = channel_statistics(self._images)
-        chosen, counted = own_part(self._num_test, place)
+        chosen, counted = own_part(self._num_test, worker)
         labels = images.test_labels[chosen].masked_fill(~counted, NOT_COUNTED)
-        self._test_images = images.test_images[chosen].to(place.device)
-        self._test_labels = labels.to(place.device)
+        self._test_images = images.test_images[chosen].to(worker.device)
+        self._test_labels = labels.to(worker.device)
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """An epoch in random order; the images left over make no batch."""
-        share, rank = self._place.share(self._batch_size), self._place.rank
+        share, rank = self._worker.share(self._batch_size), self._worker.rank
         for images, labels in self._augmented(epoch, range(first, self.num_batches), share, rank):
             yield normalize(images, self._mean, self._deviation), labels
 
@@ -131,7 +131,7 @@ class ImageTask(Classification):
         for i in indices:
             chosen = order[i * self._batch_size : (i + 1) * self._batch_size][share]
             step = epoch * self.num_batches + i
-            generator = seeded(self._place.device, self._seed, step, rank)
+            generator = seeded(self._worker.device, self._seed, step, rank)
             images = augment(self._images[chosen], self._padding, generator)
             yield images, self._labels[chosen]
 
@@ -151,30 +151,30 @@ class ImageTask(Classification):
             yield normalize(images, self._mean, self._deviation), labels
 
 
-def check_batch_size(batch_size: int, num_images: int, place: Place) -> None:
+def check_batch_size(batch_size: int, num_images: int, worker: Worker) -> None:
     """Refuse batches that cannot be made of the data, or shared by the processes."""
     if num_images < batch_size:
         raise ConfigError(
             f"batch_size={batch_size}: the data holds only {num_images} training images"
         )
-    if batch_size % place.world_size:
+    if batch_size % worker.world_size:
         raise ConfigError(
-            f"batch_size={batch_size}: cannot be shared by {place.world_size} processes: give a "
-            f"multiple of {place.world_size}"
+            f"batch_size={batch_size}: cannot be shared by {worker.world_size} processes: give a "
+            f"multiple of {worker.world_size}"
         )
 
 
-def own_part(num_examples: int, place: Place) -> tuple[Tensor, Tensor]:
+def own_part(num_examples: int, worker: Worker) -> tuple[Tensor, Tensor]:
     """This process's part of the examples to evaluate, and which of these count.
 
     Every process gets as many, so that all see the same shapes and call the model equally often;
     where they do not come out even, the first example is there once more and does not count.
 
-    >>> own_part(5, Place(rank=1, world_size=2))
+    >>> own_part(5, Worker(rank=1, world_size=2))
     (tensor([1, 3, 0]), tensor([ True,  True, False]))
     """
-    own = -(-num_examples // place.world_size)
-    chosen = place.rank + place.world_size * torch.arange(own)
+    own = -(-num_examples // worker.world_size)
+    chosen = worker.rank + worker.world_size * torch.arange(own)
     counted = chosen < num_examples
     return torch.where(counted, chosen, 0), counted
 
@@ -185,14 +185,14 @@ def score(
     num_examples: int,
     num_classes: int,
     *,
-    place: Place,
+    worker: Worker,
     prefix: str,
 ) -> dict[str, float]:
     """Mean loss and accuracies over the batches of all processes.
 
     Losses of single examples are float32, their sum is float64. Labels of -100 count for nothing.
     """
-    sums = torch.zeros(3, dtype=torch.float64, device=place.device)
+    sums = torch.zeros(3, dtype=torch.float64, device=worker.device)
     with torch.no_grad():
         for images, labels in batches:
             outputs = model(images).float()
@@ -200,7 +200,7 @@ def score(
             guesses = outputs.topk(min(5, num_classes), dim=1).indices
             right = guesses == labels[:, None]
             sums += torch.stack([losses.double().sum(), right[:, 0].sum(), right.sum()])
-    loss, top1, top5 = (value / num_examples for value in place.total(sums.tolist()))
+    loss, top1, top5 = (value / num_examples for value in worker.total(sums.tolist()))
     values = {f"{prefix}_loss": loss, f"{prefix}_accuracy": top1}
     if num_classes > 5:
         values[f"{prefix}_top5_accuracy"] = top5

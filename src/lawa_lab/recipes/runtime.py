@@ -1,4 +1,4 @@
-"""The machine a recipe runs on: devices and processes, bits that repeat, Ctrl-C."""
+"""The runtime of a recipe: device and rank, process group, deterministic algorithms, Ctrl-C."""
 
 import contextlib
 import os
@@ -11,18 +11,18 @@ from types import FrameType
 
 import torch
 
-from lawa_lab.recipes.task import Place
+from lawa_lab.recipes.task import Worker
 from torch_lawa.errors import ConfigError, LawaError, RankError
-from torch_lawa.ranks.barrier import absence_explained, roll_call
+from torch_lawa.ranks.barrier import absence_explained
 
-__all__ = ["StopSignal", "choose_place", "joined", "repeatable", "strictly"]
+__all__ = ["StopSignal", "choose_worker", "deterministic", "process_group", "require_deterministic"]
 
-# How long a process waits for the others: longer than one may take to write a checkpoint.
+# Timeout of collectives: longer than a rank may take to write a checkpoint.
 _TIMEOUT = timedelta(minutes=10)
 
 
-def choose_place(device: str | None = None) -> Place:
-    """This process's place: a GPU where there is one; under torchrun one of several processes."""
+def choose_worker(device: str | None = None) -> Worker:
+    """The device and rank of this process: a GPU if there is one; ranks as torchrun sets them."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     if device is None:
@@ -37,54 +37,54 @@ def choose_place(device: str | None = None) -> Place:
         index = local_rank if chosen.index is None else chosen.index
         if index >= torch.cuda.device_count():
             raise LawaError(
-                f"device={device!r}: process {rank} wants GPU {index} and there are "
-                f"{torch.cuda.device_count()}. Start no more processes than GPUs."
+                f"device={device!r}: rank {rank} needs GPU {index}, but this machine has "
+                f"{torch.cuda.device_count()}. Start at most one process per GPU."
             )
         chosen = torch.device("cuda", index)
         torch.cuda.set_device(chosen)
     elif chosen.type != "cpu":
-        raise ConfigError(f"device={device!r}: recipes run on cpu or cuda.")
-    return Place(chosen, rank, world_size)
+        raise ConfigError(f"device={device!r}: recipes run on cpu or cuda only.")
+    return Worker(chosen, rank, world_size)
 
 
 @contextlib.contextmanager
-def joined(place: Place, *, alone: bool = True) -> Iterator[None]:
-    """In touch with the other processes, where there are any; one by itself unless `alone`.
+def process_group(worker: Worker, *, always: bool = False) -> Iterator[None]:
+    """Initialise the default process group for the block; a single process needs none by default.
 
-    When some of them are killed or stand still, the others end with an error that names them.
+    If a rank is killed or hangs, the other ranks fail with an error that names it.
     """
-    if place.world_size == 1 and alone:
+    if worker.world_size == 1 and not always:
         yield
         return
     if "MASTER_ADDR" not in os.environ:
         raise LawaError(
-            "shards need a process group: start the command with torchrun --nproc-per-node N -m "
-            "torch_lawa ..., also for one process."
+            "--parallel fsdp needs a process group: start the command with torchrun "
+            "--nproc-per-node N -m torch_lawa train ..., also for one process."
         )
-    backend = "nccl" if place.device.type == "cuda" else "gloo"
+    backend = "nccl" if worker.device.type == "cuda" else "gloo"
     torch.distributed.init_process_group(backend, timeout=_TIMEOUT)
-    in_touch = True
+    intact = True
     try:
         yield
-        roll_call("the end of the run")
-        # gloo may abort a process whose peer has left before it; NCCL wants to know the GPU.
-        torch.distributed.barrier(device_ids=[place.device.index] if backend == "nccl" else None)
+        worker.barrier("the end of the run")
+        # gloo may abort a process whose peer has exited first; NCCL needs to know the GPU.
+        torch.distributed.barrier(device_ids=[worker.device.index] if backend == "nccl" else None)
     except (RuntimeError, RankError) as error:
-        in_touch = False
+        intact = False
         try:
-            # A launcher tells the rest to end when one has died: they say first which it was.
+            # torchrun sends SIGTERM to the remaining ranks; they first report which one is missing.
             with StopSignal(), absence_explained():
                 raise
         except RankError as found:
-            raise RankError(f"{found} The same command with --resume does that.") from error
+            raise RankError(f"{found} Resume with the same command and --resume.") from error
     finally:
-        if in_touch:  # else it may wait for processes that are gone
+        if intact:  # otherwise it may wait for ranks that are gone
             torch.distributed.destroy_process_group()
 
 
 @contextlib.contextmanager
-def repeatable(num_threads: int | None) -> Iterator[None]:
-    """Algorithms that give the same bits each time; settings and generators return at the end."""
+def deterministic(num_threads: int | None) -> Iterator[None]:
+    """Use deterministic algorithms in the block; settings and the global generators are restored."""
     settings = (
         torch.backends.cudnn.deterministic,
         torch.backends.cudnn.benchmark,
@@ -110,11 +110,11 @@ def repeatable(num_threads: int | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def strictly() -> Iterator[None]:
-    """Inside of `repeatable`: an operation without a repeatable algorithm is an error.
+def require_deterministic() -> Iterator[None]:
+    """Inside `deterministic`: raise an error for operations without a deterministic algorithm.
 
-    Without this, PyTorch may take cuDNN's fused attention, whose gradients differ from one call to
-    the next where a sequence is long.
+    Otherwise PyTorch may choose cuDNN's fused attention, whose gradients differ from call to call
+    for long sequences.
     """
     on = torch.are_deterministic_algorithms_enabled()
     lenient = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -126,16 +126,17 @@ def strictly() -> Iterator[None]:
 
 
 class StopSignal:
-    """Notices Ctrl-C and SIGTERM; a second one, later, stops at once.
+    """Records Ctrl-C and SIGTERM in `requested`; a second signal raises `KeyboardInterrupt`.
 
-    The loop asks `pending` after each step, so that what it saves is a whole step. A launcher may
-    pass on what the terminal has sent already: a signal right after the first is the same one.
+    The loop checks `requested` after each step, so that a checkpoint is that of a whole step. A
+    launcher may repeat a signal that the terminal has already sent: one that arrives within two
+    seconds of the first is taken as the same.
     """
 
     _SAME_SECONDS = 2.0
 
     def __init__(self) -> None:
-        self.pending = False
+        self.requested = False
         self._at = 0.0
 
     def __enter__(self) -> "StopSignal":
@@ -150,7 +151,7 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
-        if self.pending and time.monotonic() - self._at > self._SAME_SECONDS:
+        if self.requested and time.monotonic() - self._at > self._SAME_SECONDS:
             raise KeyboardInterrupt
-        if not self.pending:
-            self.pending, self._at = True, time.monotonic()
+        if not self.requested:
+            self.requested, self._at = True, time.monotonic()

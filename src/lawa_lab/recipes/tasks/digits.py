@@ -29,18 +29,17 @@ while the learning rate is high: its loss was above the raw one in 72 of 135 epo
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lawa_lab.recipes.configs import DigitsConfig
-from lawa_lab.recipes.task import Batch, Place, seeded
+from lawa_lab.recipes.catalog.digits import DigitsConfig
+from lawa_lab.recipes.task import Batch, Worker, seeded
 from torch_lawa.errors import ConfigError, LawaError
 
-__all__ = ["Digits", "DigitsTask", "build_model", "evaluate", "load_data", "make_task"]
+__all__ = ["Digits", "DigitsTask", "build_model", "evaluate", "load_data"]
 
 _SPLIT_SEED = 0
 _CALIBRATION_EPOCH = 2**31  # none that a run gets to
@@ -130,9 +129,9 @@ class DigitsTask:
 
     strict = False
 
-    def __init__(self, config: DigitsConfig, data: Digits, *, seed: int, place: Place) -> None:
-        self._config, self._seed, self._place = config, seed, place
-        device = place.device
+    def __init__(self, config: DigitsConfig, data: Digits, *, seed: int, worker: Worker) -> None:
+        self._config, self._seed, self._worker = config, seed, worker
+        device = worker.device
         self._data = Digits(
             data.train_images.to(device),
             data.train_labels.to(device),
@@ -152,10 +151,10 @@ class DigitsTask:
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """One epoch in random order, each image shifted by up to a pixel, a little noise added."""
-        share = self._place.share(self._config.batch_size)
+        share = self._worker.share(self._config.batch_size)
         # The few images left over make no batch: BatchNorm would see too little in it.
         for i in range(first, self.num_batches):
-            yield self._batch(epoch, i, self._place.rank, share)
+            yield self._batch(epoch, i, self._worker.rank, share)
 
     def calibration(self) -> Sequence[Batch]:
         """Batches as in training."""
@@ -176,7 +175,7 @@ class DigitsTask:
         data, size, shift = self._data, self._config.batch_size, self._config.max_shift
         cpu = torch.device("cpu")
         order = torch.randperm(len(data.train_images), generator=seeded(cpu, self._seed, epoch))
-        chosen = order[number * size : (number + 1) * size][share].to(self._place.device)
+        chosen = order[number * size : (number + 1) * size][share].to(self._worker.device)
         generator = seeded(cpu, self._seed, epoch, number, rank)
         pixels = data.train_images.shape[-1]
         blank = float(data.train_images.min())
@@ -186,10 +185,3 @@ class DigitsTask:
         images = views[torch.arange(len(chosen)), :, down, right]
         noise = torch.randn(images.shape, generator=generator).to(images)
         return images + self._config.noise * noise, data.train_labels[chosen]
-
-
-def make_task(
-    config: DigitsConfig, data: Path | None, *, seed: int, place: Place, smoke: bool
-) -> DigitsTask:
-    """The recipe; its data come with scikit-learn, so `data` is not looked at."""
-    return DigitsTask(config, load_data(config), seed=seed, place=place)
