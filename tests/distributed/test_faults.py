@@ -346,6 +346,7 @@ def assert_goes_on(run: Path, whole: Path, parallel: str) -> None:
     )
 
 
+STATE = "lawa_lab.recipes.trainer:Trainer.state_dict"
 STEP = "lawa_lab.recipes.trainer:Trainer.train_step"
 FAULTS = [
     ("fsdp", 1, STEP, 25, 20),
@@ -422,12 +423,7 @@ def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
         ("ddp", STEP, 10, "a roll call after a failed exchange within 5 s"),
         ("fsdp", STEP, 10, "a roll call after a failed exchange within 5 s"),
         ("ddp", "lawa_lab.recipes.trainer:Trainer.agree", 10, "Trainer.agree within 13.5 s"),
-        (
-            "fsdp",
-            "lawa_lab.recipes.trainer:Trainer.state_dict",
-            3,
-            "Trainer.progress within 13.5 s",
-        ),
+        ("fsdp", STATE, 3, "Trainer.progress within 13.5 s"),
     ],
 )
 def test_lawa_train_names_a_rank_that_stands_still(

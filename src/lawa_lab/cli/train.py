@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lawa_lab.recipes.registry import RECIPES, TrainConfig
+from lawa_lab.recipes.config import TrainConfig
+from lawa_lab.recipes.registry import RECIPES
 from torch_lawa.errors import ConfigError
 
 if TYPE_CHECKING:

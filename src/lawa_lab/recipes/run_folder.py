@@ -167,8 +167,8 @@ class RunFolder:
         ]
         if differing:
             raise ConfigError(
-                f"{self.path} contains a different run: {'; '.join(differing)}. Resume with the same "
-                "options, or choose another folder."
+                f"{self.path} contains a different run: {'; '.join(differing)}. Resume with "
+                "the same options, or choose another folder."
             )
 
     def save(self, state: Mapping[str, Any]) -> None:
@@ -189,7 +189,8 @@ class RunFolder:
             ) from None
         if not known:
             raise StateError(
-                f"{self.checkpoint} was written by another version of torch-lawa. Remove it to start over."
+                f"{self.checkpoint} was written by another version of torch-lawa. Remove it to "
+                "start over."
             )
         return dict(state)
 

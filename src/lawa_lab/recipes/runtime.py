@@ -84,7 +84,7 @@ def process_group(worker: Worker, *, always: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deterministic(num_threads: int | None) -> Iterator[None]:
-    """Use deterministic algorithms in the block; settings and the global generators are restored."""
+    """Use deterministic algorithms in the block; settings and generators are restored."""
     settings = (
         torch.backends.cudnn.deterministic,
         torch.backends.cudnn.benchmark,

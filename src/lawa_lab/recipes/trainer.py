@@ -175,7 +175,7 @@ class Trainer:
         return [total > 0 for total in self.worker.total([float(answer) for answer in answers])]
 
     def averaged(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The first average with BatchNorm statistics re-estimated, for a file; and its metadata."""
+        """The first average, BatchNorm statistics re-estimated, and the metadata of its file."""
         k, rule = _averages(self.config)[0]
         with self.averager.swapped_into(self.model, k, coefficients=rule):
             with self.autocast():
@@ -287,7 +287,7 @@ class Trainer:
         config, world_size = self.config, self.worker.world_size
         if self.task.num_batches < 1:
             raise ConfigError(
-                f"batch_size={config.batch_size}: the training data has fewer examples than one batch."
+                f"batch_size={config.batch_size}: the training data has fewer examples than that."
             )
         if config.batch_size % world_size:
             raise ConfigError(
