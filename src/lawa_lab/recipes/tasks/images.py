@@ -1,4 +1,4 @@
-"""Classifying images that lie in memory, on the device that trains."""
+"""Image classification with the whole data set in the memory of the training device."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,15 +20,15 @@ from torch_lawa.errors import ConfigError
 
 __all__ = ["CALIBRATION_EPOCH", "Classification", "ImageTask", "own_part", "score"]
 
-# The epoch that calibration batches are taken from: none that a run gets to.
+# The epoch that calibration batches are drawn from: beyond the epochs of any run.
 CALIBRATION_EPOCH = 2**31
 
-# The label of an example that fills a batch up and counts for nothing.
+# The label of padding examples, which are not counted.
 NOT_COUNTED = -100
 
 
 class Classification(ABC):
-    """What tasks of images have in common: the net, its loss, how it is scored."""
+    """What image tasks share: the net, its loss, its scores."""
 
     strict = False  # max pooling may have no deterministic algorithm
 
@@ -54,7 +54,7 @@ class Classification(ABC):
         self._calibration: NormalizedBatches | None = None
 
     def build_model(self) -> nn.Module:
-        """A fresh net."""
+        """A new net."""
         return self._build()
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -63,9 +63,9 @@ class Classification(ABC):
         return F.cross_entropy(model(images).float(), labels)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Mean cross-entropy, accuracy, and where there are more than 5 classes that of 5 guesses.
+        """Mean cross-entropy, top-1 accuracy and, with more than 5 classes, top-5 accuracy.
 
-        The model is in evaluation mode.
+        The model must be in evaluation mode.
         """
         return score(
             model,
@@ -78,7 +78,7 @@ class Classification(ABC):
 
     @abstractmethod
     def _test_batches(self) -> Iterable[ImagesAndLabels]:
-        """This process's part of the held-out examples."""
+        """This rank's part of the held-out examples."""
 
 
 class ImageTask(Classification):
@@ -118,7 +118,7 @@ class ImageTask(Classification):
         self._test_labels = labels.to(worker.device)
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
-        """An epoch in random order; the images left over make no batch."""
+        """An epoch in random order; the last partial batch is dropped."""
         share, rank = self._worker.share(self._batch_size), self._worker.rank
         for images, labels in self._augmented(epoch, range(first, self.num_batches), share, rank):
             yield normalize(images, self._mean, self._deviation), labels
@@ -136,9 +136,9 @@ class ImageTask(Classification):
             yield images, self._labels[chosen]
 
     def calibration(self) -> Sequence[Batch]:
-        """Whole batches of an epoch of their own, augmented as in training."""
+        """Whole batches of a separate epoch, augmented as in training."""
         if self._calibration is None:
-            # Every process makes all of them: an average has one set of statistics.
+            # Every rank makes all of them: an average has one set of statistics.
             whole, indices = slice(None), range(self._num_calibration)
             batches = list(self._augmented(CALIBRATION_EPOCH, indices, whole, rank=0))
             self._calibration = NormalizedBatches(batches, self._mean, self._deviation)
@@ -152,23 +152,23 @@ class ImageTask(Classification):
 
 
 def check_batch_size(batch_size: int, num_images: int, worker: Worker) -> None:
-    """Refuse batches that cannot be made of the data, or shared by the processes."""
+    """Refuse a batch size that is larger than the data or not divisible by the ranks."""
     if num_images < batch_size:
         raise ConfigError(
-            f"batch_size={batch_size}: the data holds only {num_images} training images"
+            f"batch_size={batch_size}: the data contains only {num_images} training images"
         )
     if batch_size % worker.world_size:
         raise ConfigError(
-            f"batch_size={batch_size}: cannot be shared by {worker.world_size} processes: give a "
-            f"multiple of {worker.world_size}"
+            f"batch_size={batch_size}: must be a multiple of the {worker.world_size} processes, so "
+            "that each gets an equal part"
         )
 
 
 def own_part(num_examples: int, worker: Worker) -> tuple[Tensor, Tensor]:
-    """This process's part of the examples to evaluate, and which of these count.
+    """This rank's part of the examples to evaluate, and a mask of those that count.
 
-    Every process gets as many, so that all see the same shapes and call the model equally often;
-    where they do not come out even, the first example is there once more and does not count.
+    Every rank gets the same number, so that all see the same shapes and call the model equally
+    often; the rest is padded with the first example, which does not count.
 
     >>> own_part(5, Worker(rank=1, world_size=2))
     (tensor([1, 3, 0]), tensor([ True,  True, False]))
@@ -188,9 +188,9 @@ def score(
     worker: Worker,
     prefix: str,
 ) -> dict[str, float]:
-    """Mean loss and accuracies over the batches of all processes.
+    """Mean loss and accuracies over the batches of all ranks.
 
-    Losses of single examples are float32, their sum is float64. Labels of -100 count for nothing.
+    The losses of single examples are float32, their sum is float64. Labels of -100 do not count.
     """
     sums = torch.zeros(3, dtype=torch.float64, device=worker.device)
     with torch.no_grad():

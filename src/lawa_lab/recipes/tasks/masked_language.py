@@ -1,9 +1,9 @@
 """Section 3.2 of the paper: RoBERTa-Base, masked-language modelling on WikiText-103.
 
-The model is transformers' RoBERTa, the vocabulary a byte-level BPE made of the training text, and
-the text one long stream cut into sequences wherever they are full. The paper follows fairseq's
-recipe, which takes GPT-2's vocabulary and cuts at the ends of lines: its losses are per token of
-another vocabulary, so they compare with ours in their course and not in their height.
+The model is transformers' RoBERTa, the vocabulary a byte-level BPE trained on the training text.
+The text is one stream cut into sequences of full length. The paper follows fairseq's recipe, which
+uses GPT-2's vocabulary and breaks sequences at line ends: its losses are per token of a different
+vocabulary, so their shape is comparable with ours but not their level.
 """
 
 import tempfile
@@ -23,13 +23,13 @@ from torch_lawa.errors import DataError, LawaError
 
 __all__ = ["MaskedLanguageTask", "load_task_tokens"]
 
-_EVALUATION_SEED = 2**31  # beyond what runs are seeded with
+_EVALUATION_SEED = 2**31  # no run uses it
 
 
 class MaskedLanguageTask:
-    """Batches are what the model sees of each sequence, and the labels of the chosen tokens."""
+    """Batches are masked token ids and the labels of the tokens to predict."""
 
-    strict = True  # fused attention repeats its bits only then
+    strict = True  # fused attention is deterministic only then
     evaluated_at_once = 2**15  # tokens
 
     def __init__(
@@ -46,8 +46,8 @@ class MaskedLanguageTask:
         if not self.num_batches or not len(self._valid):
             raise DataError(
                 f"the text gives {len(self._train):,} sequences of {config.sequence_length} tokens "
-                f"to train on and {len(self._valid):,} held out, where a step takes "
-                f"{config.batch_size:,}: take more text, or a smaller batch_size or "
+                f"for training and {len(self._valid):,} for validation, but one step needs "
+                f"{config.batch_size:,}: use more text, or a smaller batch_size or "
                 "sequence_length."
             )
 
@@ -57,7 +57,7 @@ class MaskedLanguageTask:
             from lawa_lab.recipes.models.roberta import roberta
         except ImportError as error:
             raise LawaError(
-                f"the model is that of transformers, which could not be imported ({error}): "
+                f"the model comes from transformers, which could not be imported ({error}): "
                 "pip install 'torch-lawa[roberta]'"
             ) from None
         config = self._config
@@ -71,10 +71,10 @@ class MaskedLanguageTask:
         )
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
-        """The sequences in random order, masked anew each time; a last part batch is dropped."""
+        """The sequences in random order, with new masks; the last partial batch is dropped."""
         size, worker = self._config.batch_size, self._worker
         generator = seeded(torch.device("cpu"), self._seed, epoch)
-        # Where the rows are, once for all steps: a copy in each would wait for the one before.
+        # Moved to the device of the rows once: a copy per step would wait for the step before.
         order = torch.randperm(len(self._train), generator=generator).to(self._train.home)
         for number in range(first, self.num_batches):
             rows = order[number * size : (number + 1) * size][worker.share(size)]
@@ -87,26 +87,26 @@ class MaskedLanguageTask:
         return mask_tokens(ids, self._num_chosen, self._vocabulary, generator)
 
     def calibration(self) -> list[Batch]:
-        """None: there is no BatchNorm."""
+        """Empty: the model has no BatchNorm."""
         return []
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The mean cross entropy of the chosen tokens."""
+        """The mean cross-entropy of the masked tokens."""
         loss: Tensor = model(*batch)
         return loss
 
     def evaluate(self, model: nn.Module) -> Mapping[str, float]:
-        """Cross entropy and accuracy of chosen tokens of all held-out text, masked once for all.
+        """Cross-entropy and accuracy of the masked tokens of all validation text.
 
-        The masking depends neither on the run's seed nor on the number of processes.
+        The masks depend neither on the run's seed nor on the number of ranks.
         """
         worker, num_rows = self._worker, len(self._valid)
         size = min(max(1, self.evaluated_at_once // self._config.sequence_length), num_rows)
         num_rounds = -(-num_rows // (size * worker.world_size))
         sums = torch.zeros(3, dtype=torch.float64, device=worker.device)
-        # Every process runs equally many batches, all of one size: a model that is wrapped for
-        # several processes may wait for the others in each call, and one that is compiled would
-        # be compiled again. What is too many is not counted.
+        # Every rank runs the same number of batches of one size: a distributed model may
+        # synchronise in every call, and a compiled one would be recompiled for another size.
+        # Padding is not counted.
         for number in range(worker.rank, num_rounds * worker.world_size, worker.world_size):
             rows = torch.arange(number * size, (number + 1) * size)
             generator = seeded(worker.device, _EVALUATION_SEED, number)

@@ -251,7 +251,7 @@ class TestLookahead:
 
     def test_another_state_is_refused(self) -> None:
         optimizer = Lookahead(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1))
-        with pytest.raises(StateError, match="no state of Lookahead"):
+        with pytest.raises(StateError, match="Lookahead"):
             optimizer.load_state_dict(optimizer.inner.state_dict())
 
 

@@ -32,7 +32,7 @@ def test_data_is_looked_for_in_the_folder_data(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cifar, "_NUM_IMAGES", {"train": 4, "test": 1})
     config = Cifar100Config(batch_size=4, width=2)
-    with pytest.raises(DataError, match="data: holds no CIFAR-100"):
+    with pytest.raises(DataError, match="data: contains no CIFAR-100"):
         config.make_task(None, seed=0, worker=Worker(), smoke=False)
     folder = tmp_path / "data" / "cifar-100-binary"
     folder.mkdir(parents=True)
@@ -42,5 +42,5 @@ def test_data_is_looked_for_in_the_folder_data(
         task = config.make_task(data, seed=0, worker=Worker(), smoke=False)
         assert task.num_batches == 1
         assert task.build_model().fc.weight.shape == (100, 16)
-    with pytest.raises(DataError, match="other: holds no CIFAR-100"):
+    with pytest.raises(DataError, match="other: contains no CIFAR-100"):
         config.make_task(tmp_path / "other", seed=0, worker=Worker(), smoke=False)
