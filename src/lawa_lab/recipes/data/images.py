@@ -54,7 +54,7 @@ class Images:
             low, high = int(labels.min()), int(labels.max())
             if low < 0 or high >= self.num_classes:
                 raise DataError(
-                    f"{split} labels: from {low} to {high}, but there are {self.num_classes} classes"
+                    f"{split} labels: from {low} to {high} with {self.num_classes} classes"
                 )
 
 

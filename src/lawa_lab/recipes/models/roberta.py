@@ -1,4 +1,4 @@
-"""RoBERTa for masked-language modelling: transformers' model, with its head on masked tokens only."""
+"""RoBERTa for masked-language modelling: transformers' model, its head on masked tokens only."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ class SparseRobertaForMaskedLM(RobertaForMaskedLM):  # type: ignore[no-untyped-c
     def forward(
         self, input_ids: Tensor, labels: Tensor, *, per_token: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The mean loss; with `per_token`, the loss of each predicted token and whether it is right.
+        """The mean loss; `per_token`: the loss of each predicted token and whether it is right.
 
         A row of `labels` has at most `num_chosen` labels that are not ignored, so shapes are fixed.
         Missing ones do not count: their loss is 0, and they are never right.

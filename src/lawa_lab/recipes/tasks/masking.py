@@ -1,9 +1,9 @@
 """Dynamic masking as in BERT and RoBERTa: which tokens are predicted, and what replaces them.
 
 Ours: in every sequence exactly `mask_fraction` of the ordinary tokens (rounded) are predicted, as
-in BERT's code; fairseq rounds up or down at random, and others draw each token independently. Batches
-then have a fixed shape, which a compiled model needs, and the mean over micro-batches of equal size
-is the mean of the batch.
+in BERT's code; fairseq rounds up or down at random, and others draw each token independently.
+Batches then have a fixed shape, which a compiled model needs, and the mean over micro-batches of
+equal size is the mean of the batch.
 """
 
 import torch
