@@ -26,9 +26,9 @@ TINY = [
     "--variants-every", "5",
 ]  # fmt: skip
 # A substitute: a fifth of WikiText-103's text in short sequences and small batches, without
-# dropout, for minutes instead of days. With 32 tokens the model left its first plateau before step 800, with
-# 64 between 1,600 and 2,000; a run with 128 (and dropout, a lower rate, smaller batches) did not
-# within 7,854 steps. The paper's peak rate of 5e-4 is for 43 times as many tokens per step.
+# dropout, for minutes instead of days. With 32 tokens the model left its first plateau before step
+# 800, with 64 between 1,600 and 2,000; a run with 128 (and dropout, a lower rate, smaller batches)
+# did not within 7,854 steps. The paper's peak rate of 5e-4 is for 43 times as many tokens per step.
 ROBERTA = [
     "wikitext103-roberta", "--sequence-length", "64", "--batch-size", "384",
     "--micro-batch-size", "384", "--epochs", "10", "--learning-rate", "3e-4", "--dropout", "0",

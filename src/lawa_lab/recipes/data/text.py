@@ -35,9 +35,10 @@ def find_text(folder: Path, splits: Sequence[str] = ("train", "valid")) -> dict[
     raise DataError(
         f"{folder}: contains no WikiText-103 ({wanted}; .raw and .txt work too).{incomplete} "
         "Download the data set of Merity et al. (2016), wikitext-103-raw-v1.zip or "
-        "wikitext-103-v1.zip, or save the splits of Salesforce/wikitext (wikitext-103-raw-v1) from the "
-        "Hugging Face Hub as wiki.train.txt and wiki.valid.txt. Put the files into this folder or its subfolder "
-        "wikitext-103, or pass their folder with --data. Any other UTF-8 text of that name works."
+        "wikitext-103-v1.zip, or save the splits of Salesforce/wikitext (wikitext-103-raw-v1) from "
+        "the Hugging Face Hub as wiki.train.txt and wiki.valid.txt. Put the files into this folder "
+        "or its subfolder wikitext-103, or pass their folder with --data. Any other UTF-8 text of "
+        "that name works."
     )
 
 
