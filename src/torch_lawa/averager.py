@@ -12,7 +12,7 @@ from torch_lawa import averager_state, export
 from torch_lawa.coefficients import Coefficients, Uniform
 from torch_lawa.errors import ConfigError, NotReadyError, StateError
 from torch_lawa.modes import ordinary_mode
-from torch_lawa.ranks.agreement import agree, meet
+from torch_lawa.ranks.agreement import check_same_call, check_same_decision
 from torch_lawa.schedule import Every, Schedule
 from torch_lawa.selection import BufferRule, FrozenRule, Selector, live_tensors
 from torch_lawa.stores.base import Snapshot, Store
@@ -208,7 +208,7 @@ class LatestWeightAverager:
         due = self._schedule.due(loss)
         self._num_steps += 1
         if loss is not None:
-            agree(model, due, self._num_steps)
+            check_same_decision(model, due, self._num_steps)
         if due:
             self.collect(model)
         return due
@@ -362,7 +362,7 @@ class LatestWeightAverager:
     def _meet(self, model: nn.Module | Mapping[str, Tensor], where: str) -> None:
         """Once, before anything is collected: all processes of a sharded model do the same."""
         if not self._met:
-            meet(model, f"{where} with k={self.k}")
+            check_same_call(model, f"{where} with k={self.k}")
             self._met = True
 
     def _rule(self, asked: Coefficients | None) -> Coefficients:

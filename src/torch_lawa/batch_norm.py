@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_lawa.errors import BatchNormError
-from torch_lawa.ranks.barrier import roll_call
+from torch_lawa.ranks.barrier import barrier
 from torch_lawa.shards import local
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class _Seen:
         """
         counts = torch.cat([self._totals, self._totals.new_tensor([num_used])])
         everything = torch.cat([self._sums, counts.to(self._sums.device)])
-        roll_call(f"recalibrate_batch_norm of {len(self._layers)} layers", group)
+        barrier(f"recalibrate_batch_norm of {len(self._layers)} layers", group)
         torch.distributed.all_reduce(everything, group=group)
         self._sums, counts = torch.split(everything, [self._sums.numel(), counts.numel()])
         *totals, everyone = counts.tolist()

@@ -13,7 +13,7 @@ import torch
 
 from lawa_lab.recipes.task import Place
 from torch_lawa.errors import ConfigError, LawaError, RankError
-from torch_lawa.ranks.barrier import absence_explained, roll_call
+from torch_lawa.ranks.barrier import barrier, explain_missing_ranks
 
 __all__ = ["StopSignal", "choose_place", "joined", "repeatable", "strictly"]
 
@@ -66,14 +66,14 @@ def joined(place: Place, *, alone: bool = True) -> Iterator[None]:
     in_touch = True
     try:
         yield
-        roll_call("the end of the run")
+        barrier("the end of the run")
         # gloo may abort a process whose peer has left before it; NCCL wants to know the GPU.
         torch.distributed.barrier(device_ids=[place.device.index] if backend == "nccl" else None)
     except (RuntimeError, RankError) as error:
         in_touch = False
         try:
             # A launcher tells the rest to end when one has died: they say first which it was.
-            with StopSignal(), absence_explained():
+            with StopSignal(), explain_missing_ranks():
                 raise
         except RankError as found:
             raise RankError(f"{found} The same command with --resume does that.") from error

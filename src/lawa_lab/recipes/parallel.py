@@ -17,7 +17,7 @@ from lawa_lab.recipes.run_folder import RunFolder
 from lawa_lab.recipes.task import Place
 from torch_lawa.checkpoints.storage.atomic import publish, remove
 from torch_lawa.errors import ConfigError, OutputError, StateError
-from torch_lawa.ranks.barrier import roll_call
+from torch_lawa.ranks.barrier import barrier
 from torch_lawa.selection import unwrap
 from torch_lawa.shards import local
 
@@ -93,7 +93,7 @@ class Alone:
         if self.place.rank == 0:
             folder.recover()
         if self.place.world_size > 1:
-            roll_call("the beginning of the run")
+            barrier("the beginning of the run")
 
     def _begin(self, folder: RunFolder) -> None:
         """Without a checkpoint the run writes anew what one that was killed has written."""
@@ -119,7 +119,7 @@ class Copies(Alone):
 
     def settle(self, model: nn.Module) -> None:
         """From the first process: BatchNorm statistics are each process's own in training."""
-        roll_call("giving all processes the buffers of the first")
+        barrier("giving all processes the buffers of the first")
         for buffer in model.buffers():
             torch.distributed.broadcast(local(buffer), 0)
 
@@ -154,7 +154,7 @@ class Shards(Copies):
         """Gathered, one tensor after the other, into the first process's memory."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-        roll_call("gathering the weights")
+        barrier("gathering the weights")
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         whole: dict[str, Any] = get_model_state_dict(model, options=options)
         return whole
@@ -167,7 +167,7 @@ class Shards(Copies):
         self.settle(trainer.model)  # of what all have one copy is written, whoever's it is
         if self.place.rank == 0:
             remove(folder.unfinished)
-        roll_call("writing a checkpoint")
+        barrier("writing a checkpoint")
         state = self._state(trainer)
         try:
             save(state, checkpoint_id=folder.unfinished)
@@ -176,10 +176,10 @@ class Shards(Copies):
                 f"{folder.shards} cannot be written ({_failures(error)}); the one before it, if "
                 "there is one, is as it was."
             ) from None
-        roll_call("a checkpoint that is written")
+        barrier("a checkpoint that is written")
         if self.place.rank == 0:
             publish(folder.unfinished, folder.shards)
-        roll_call("a checkpoint in its place")
+        barrier("a checkpoint in its place")
 
     def load(self, trainer: "Trainer", folder: RunFolder) -> bool:
         """From shards of any number of processes."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from torch_lawa.ranks.barrier import roll_call
+from torch_lawa.ranks.barrier import barrier
 
 __all__ = ["Batch", "MakeTask", "Place", "Task", "mixed_seed", "seeded"]
 
@@ -34,7 +34,7 @@ class Place:
         """The sums of values over all processes."""
         if self.world_size == 1:
             return list(values)
-        roll_call(sys._getframe(1).f_code.co_qualname)  # who asks for a sum says where this is
+        barrier(sys._getframe(1).f_code.co_qualname)  # who asks for a sum says where this is
         sums = torch.tensor(values, dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(sums)
         return sums.tolist()

@@ -22,7 +22,7 @@ Examples:
   lawa average runs/gpt --last 8 --coefficients annealing:1-sqrt -o averaged
 
 \b
-Several processes or machines that share a disk make one result together:
+Several processes, or machines with a common file system, share the work:
   torchrun --nproc-per-node 4 -m torch_lawa average runs/gpt --last 6 -o averaged
 """
 
@@ -95,13 +95,13 @@ def command(
     Reads safetensors, sharded folders, PyTorch files, distributed checkpoints and adapters, each
     byte once, and writes the same layout with the exact mean (float64, rounded once).
     """
-    from torch_lawa.cli.teamwork import as_team
+    from torch_lawa.cli.ranks import averaging
     from torch_lawa.cli.working import while_shown
-    from torch_lawa.offline import average_checkpoints, plan_average
+    from torch_lawa.offline import plan_average
     from torch_lawa.offline.engine import Meter
 
     meter = Meter()
-    with as_team(output, meter, threads=threads, alone=dry_run) as leader:
+    with averaging(output, meter, threads=threads, dry_run=dry_run) as run_average:
         plan = plan_average(
             inputs,
             output,
@@ -129,9 +129,7 @@ def command(
             for note in plan.notes:
                 click.echo(f"Note: {note}", err=True)
         result = while_shown(
-            lambda: average_checkpoints(
-                plan, threads=threads, digests=digests, meter=meter, leader=leader
-            ),
+            lambda: run_average(plan, threads=threads, digests=digests, meter=meter),
             meter,
             "Averaging",
         )

@@ -92,12 +92,12 @@ def command(
 
     Each result goes to an evaluator and becomes a row of metrics, or to a folder, or both.
     """
-    from torch_lawa.cli.teamwork import refuse_team
+    from torch_lawa.cli.ranks import require_one_process
     from torch_lawa.cli.working import while_shown
     from torch_lawa.offline.engine import Meter
     from torch_lawa.offline.sweep import plan_sweep, run_sweep
 
-    refuse_team("a sweep")
+    require_one_process("a sweep")
     lengths = _numbers(ks, "--k")
     if evaluator and raw and 1 not in lengths:
         lengths.append(1)

@@ -89,9 +89,9 @@ def command(
     RUN is the folder or URL of a run, or a pattern. A checkpoint is taken once it is complete; the
     trainer may delete it then. The averages are those of `lawa average`.
     """
-    from torch_lawa.cli.teamwork import refuse_team
+    from torch_lawa.cli.ranks import require_one_process
 
-    refuse_team("watching a run")
+    require_one_process("watching a run")
     stop = threading.Event()
     unheard: list[BrokenPipeError] = []
 

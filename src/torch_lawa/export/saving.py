@@ -1,17 +1,18 @@
-"""The work of an export: every rank makes its part of a tensor, rank 0 writes the whole of it."""
+"""Carry out an export: every rank averages its shard, rank 0 writes the whole tensor."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from torch_lawa.errors import ConfigError, StateError
+from torch_lawa.errors import ConfigError, LayoutError, StateError
 from torch_lawa.export.plan import ExportPlan
-from torch_lawa.export.together import Together
 from torch_lawa.export.writing import FolderWriter
+from torch_lawa.ranks.agreement import FailTogether, ProcessGroupRanks
+from torch_lawa.ranks.barrier import barrier
 from torch_lawa.shards import Sharding
 from torch_lawa.window import Window
 
@@ -33,26 +34,29 @@ def save(
     A rank holds no more than its window, one tensor whole (twice while it is gathered) and what
     the mean of its part of that tensor takes.
     """
-    together = Together(per_process=window.per_process)
-    with together.failing(), ExitStack() as stack:
+    ranks = FailTogether(ProcessGroupRanks(per_process=window.per_process))
+    if ranks.size > 1:
+        barrier("averager.save_pretrained")
+    with ranks.failing(), ExitStack() as stack:
         target = _local(folder)
         plan = plan_it()
-        if together.size > 1 and not window.seen:
+        if ranks.size > 1 and not window.seen:
             raise StateError(
-                "the averager was loaded and has seen no model since, so it cannot tell what its "
-                "tensors are parts of: pass the model, or call averager.bind(model) first."
+                "the averager was loaded and has seen no model since, so it cannot tell which "
+                "shards its tensors are: pass the model, or call averager.bind(model) first."
             )
-        together.check(plan.signature)
+        _check_same(ranks.exchange("the plan of an export", plan.signature))
         writer = None
-        if together.rank == 0:
+        if ranks.rank == 0:
             writer = stack.enter_context(FolderWriter(target, plan, overwrite=overwrite))
         means = window.one_by_one(plan.n, plan.weights)
         for tensor in (tensor for file in plan.files for tensor in file.tensors):
             sharding = window.shardings.get(tensor.name)
             if sharding is not None and _is_split(sharding):
                 part = means.make(tensor.name, tensor.dtype, _device(sharding))
-                together.check()  # nobody begins to gather what another cannot give
-                with together.collective():
+                where = f"the gathering of {tensor.name}"
+                ranks.exchange(where)  # no rank starts to gather what another does not have
+                with ranks.collective(where):
                     whole = gather(part, sharding)
                 del part
             elif writer is not None:
@@ -64,10 +68,21 @@ def save(
             del whole  # not two at a time
         if writer is not None:
             writer.finish()
-        together.check()
+        ranks.exchange("the end of writing")
         if writer is not None:
             writer.publish()
-        together.check()
+        ranks.exchange("the published export")
+
+
+def _check_same(signatures: Sequence[str]) -> None:
+    for rank, signature in enumerate(signatures):
+        if signature != signatures[0]:
+            raise LayoutError(
+                f"rank {rank} has other tensors or snapshots to export than rank 0 ({signature}; "
+                f"rank 0: {signatures[0]}). Every rank must hold its shards of the same tensors, "
+                "of the same steps, and be asked for the same (export the stages of a pipeline one "
+                "by one)."
+            )
 
 
 def gather(part: Tensor, sharding: Sharding) -> Tensor:
@@ -83,7 +98,7 @@ def _is_split(sharding: Sharding) -> bool:
 
 
 def _device(sharding: Sharding) -> torch.device:
-    """Where the mesh gathers; the snapshots may lie in host memory."""
+    """Where the mesh gathers; the snapshots may be in host memory."""
     kind = sharding.mesh.device_type
     if kind == "cpu":
         return torch.device(kind)

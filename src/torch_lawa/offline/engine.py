@@ -47,7 +47,10 @@ class Sink(Protocol):
 
 
 class Stopped(Exception):
-    """The work was told to stop and did, unfinished."""
+    """The work was stopped before it was complete."""
+
+    def __str__(self) -> str:
+        return "it was stopped by a signal."
 
 
 class Meter:

@@ -18,7 +18,7 @@ from torch_lawa.checkpoints.storage.paths import LocalPlace
 from torch_lawa.coefficients import Coefficients, name_coefficients, parse_coefficients
 from torch_lawa.errors import ConfigError, FormatError, LawaError, OutputError
 from torch_lawa.mean.dtypes import parse_dtype
-from torch_lawa.offline.average import Result, average_checkpoints
+from torch_lawa.offline.average import Result, run_average
 from torch_lawa.offline.engine import Meter, Stopped
 from torch_lawa.offline.intake import Intake
 from torch_lawa.offline.live_run import LiveRun, Target
@@ -263,7 +263,7 @@ class Watcher:
         aside = self._window.made / path.name
         output = replace(plan.output, place=LocalPlace(aside))
         try:
-            result = average_checkpoints(replace(plan, output=output), meter=_Meter(self._stop))
+            result = run_average(replace(plan, output=output), meter=_Meter(self._stop))
         except FormatError:
             if self._window.changed():
                 return None

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch_lawa.checkpoints.formats.huggingface import read_json
@@ -25,14 +26,22 @@ from torch_lawa.checkpoints.storage.paths import LocalPlace, Place, RemotePlace
 from torch_lawa.errors import OutputError
 from torch_lawa.mean.dtypes import DTYPES
 from torch_lawa.mean.kernels import Bytes
-from torch_lawa.offline.meeting import clear_meetings
+from torch_lawa.offline.matching import PlannedTensor
 from torch_lawa.offline.output import Output
-from torch_lawa.offline.shares import LaidFile
 from torch_lawa.offline.uploading import upload
 
-__all__ = ["SafetensorsSink", "lay_out", "writing"]
+__all__ = ["LaidFile", "SafetensorsSink", "lay_out", "writing"]
 
 _FLUSHED = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class LaidFile:
+    """A safetensors file of the output: its size, its tensors, and where in it each begins."""
+
+    file: str
+    size: int
+    tensors: tuple[tuple[PlannedTensor, int], ...]
 
 
 def lay_out(
@@ -56,7 +65,7 @@ class SafetensorsSink:
     """Files that were laid out, filled piece by piece from any thread."""
 
     def __init__(self, folder: Path, files: Sequence[LaidFile]) -> None:
-        self.files = files
+        self.folder, self.files = folder, files
         self._places: dict[str, tuple[int, int]] = {}
         self._handles: list[int] = []
         self._unflushed = 0
@@ -96,15 +105,15 @@ def writing(
     output: Output,
     metadata: Mapping[str, str],
     aliases: Mapping[str, str],
-    shared: Path | None = None,
+    *,
+    shared: bool = False,
 ) -> Iterator[SafetensorsSink]:
-    """A sink for the tensors of `output`, which takes its place when the block ends well.
+    """A sink for the tensors of `output`, which is published when the block succeeds.
 
-    Where several processes write, they do so in the folder `shared`, which is made here.
+    With `shared` other processes write to the files of the sink as well.
     """
-    with _aside(output, shared) as folder:
-        flushed = shared is not None
-        files = lay_out(folder, output, {**metadata, **aliases}, flushed=flushed)
+    with _aside(output) as folder:
+        files = lay_out(folder, output, {**metadata, **aliases}, flushed=shared)
         sink = SafetensorsSink(folder, files)
         try:
             yield sink
@@ -122,16 +131,14 @@ def writing(
 
 
 @contextlib.contextmanager
-def _aside(output: Output, shared: Path | None) -> Iterator[Path]:
+def _aside(output: Output) -> Iterator[Path]:
     """A folder to work in, on the disk of the target, removed whatever happens."""
     if isinstance(output.place, LocalPlace):
         target = output.place.path
         target.parent.mkdir(parents=True, exist_ok=True)
         clear_stale(target)
-        if shared is None:
-            clear_meetings(target)
         require_space(target.parent, output.space)
-        folder = shared or temporary_name(target)
+        folder = temporary_name(target)
         remove(folder)
         folder.mkdir()
     else:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from torch_lawa.errors import StoreError
+from torch_lawa.ranks.agreement import all_gather
 from torch_lawa.stores.disk_manifest import MANIFEST, Manifest, Mark
 
 __all__ = ["SPARE", "Agreement", "Ranks", "Report", "agree"]
@@ -89,11 +90,7 @@ class Ranks:
 
     def exchange(self, mine: Report | str) -> list[Report | str]:
         """What each rank has, or what is wrong there, by rank."""
-        if self.size == 1:
-            return [mine]
-        reports: list[Report | str] = [""] * self.size
-        torch.distributed.all_gather_object(reports, mine)
-        return reports
+        return [mine] if self.size == 1 else all_gather("the creation of a DiskStore", mine)
 
 
 def agree(answers: Sequence[Report | str], root: Path) -> Agreement:

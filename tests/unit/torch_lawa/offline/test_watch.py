@@ -158,7 +158,7 @@ def test_a_full_disk_costs_no_checkpoint(
     with Watch(trainer.folder, out, k=2) as watch:
         trainer.write(100, 200)
         with monkeypatch.context() as patched:
-            patched.setattr(watching, "average_checkpoints", full)
+            patched.setattr(watching, "run_average", full)
             said = watch.settle()
             assert [text for text in said if "No space left" in text] == said[2:]
             assert watch.look(5) == []

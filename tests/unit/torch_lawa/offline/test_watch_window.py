@@ -47,7 +47,7 @@ def test_a_rewrite_during_the_average_is_not_published(
 ) -> None:
     from torch_lawa.offline import watch as module
 
-    average = module.average_checkpoints
+    average = module.run_average
     with Watch(trainer.folder, out, k=2) as watch:
         trainer.write(100, 200)
         watch.settle()
@@ -59,7 +59,7 @@ def test_a_rewrite_during_the_average_is_not_published(
             trainer.write_in_place(300)
             return done
 
-        monkeypatch.setattr(module, "average_checkpoints", rewriting)
+        monkeypatch.setattr(module, "run_average", rewriting)
         watch.settle()
         assert out.read_bytes() == old
         monkeypatch.undo()

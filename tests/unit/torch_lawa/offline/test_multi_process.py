@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 
 from torch_lawa.checkpoints.formats.base import TensorSpec
 from torch_lawa.checkpoints.formats.safetensors import encode_header
-from torch_lawa.errors import ConfigError
 from torch_lawa.offline.engine import value_width
 from torch_lawa.offline.matching import PlannedTensor
-from torch_lawa.offline.shares import BLOCK, LaidFile, cut_evenly, spans_between
-from torch_lawa.offline.team import find_team
+from torch_lawa.offline.multi_process import BLOCK, share_cuts, spans_between
+from torch_lawa.offline.writing import LaidFile
 
 CODES = ("F64", "C64", "I64", "F32", "BF16", "F16", "U8", "BOOL")  # widest first, as in a file
 
@@ -41,7 +40,7 @@ def test_every_value_once_and_blocks_apart(
     files: list[list[tuple[str, int]]], num_shares: int, num_averaged: int
 ) -> None:
     laid = [lay(f"f{i}", tensors) for i, tensors in enumerate(files)]
-    cuts = cut_evenly(laid, num_shares, num_averaged)
+    cuts = share_cuts(laid, num_shares, num_averaged)
     assert len(cuts) == num_shares + 1
     assert cuts == sorted(cuts)
     assert all(cut % BLOCK == 0 for cut in cuts)
@@ -68,7 +67,7 @@ def test_every_value_once_and_blocks_apart(
 
 def test_one_large_tensor_is_shared_evenly() -> None:
     laid = [lay("f", [("BF16", 64_000_000), ("F32", 1000)])]
-    cuts = cut_evenly(laid, 4, 6)
+    cuts = share_cuts(laid, 4, 6)
     sizes = [
         sum(last - first for _, first, last in spans_between(laid, begin, end))
         for begin, end in itertools.pairwise(cuts)
@@ -79,24 +78,6 @@ def test_one_large_tensor_is_shared_evenly() -> None:
 def test_what_is_only_copied_costs_less() -> None:
     """Twice the bytes, but read from one checkpoint and not from nine."""
     laid = [lay("f", [("F32", 1_000_000)]), lay("g", [("I64", 1_000_000)])]
-    (_, cut, _) = cut_evenly(laid, 2, 9)
+    (_, cut, _) = share_cuts(laid, 2, 9)
     averaged, copied = 4_000_000 * 10, 8_000_000 * 2
     assert cut == pytest.approx((averaged + copied) / 2 / 10, abs=BLOCK)
-
-
-@pytest.mark.parametrize(
-    ("environ", "problem"),
-    [
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "'x'"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "LAWA_TEAM_TIMEOUT": "0"}, "LAWA_TEAM_TIMEOUT=0"),
-    ],
-)
-def test_an_environment_that_cannot_be(environ: dict[str, str], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        find_team(environ)
-
-
-def test_a_team_of_one_is_none() -> None:
-    assert find_team({"RANK": "0", "WORLD_SIZE": "1"}) is None
-    assert find_team({"WORLD_SIZE": "4"}) is None

@@ -1,0 +1,95 @@
+"""A command that torchrun started several times: rank 0 plans and prints, the others help."""
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import click
+
+from torch_lawa.cli.working import while_shown
+from torch_lawa.errors import ConfigError
+from torch_lawa.offline.engine import Meter, Stopped
+from torch_lawa.ranks.world import find_world
+
+if TYPE_CHECKING:
+    from torch_lawa.offline import Plan, Result
+
+__all__ = ["averaging", "require_one_process"]
+
+
+class Run(Protocol):
+    """Carries out a plan, like `run_average`."""
+
+    def __call__(
+        self, plan: "Plan", *, threads: int | None, digests: bool, meter: Meter
+    ) -> "Result":
+        """What was done."""
+        ...
+
+
+@contextlib.contextmanager
+def averaging(
+    output: str, meter: Meter, *, threads: int | None, dry_run: bool = False
+) -> Iterator[Run]:
+    """The function that carries out a plan: in this process, or with all ranks of the job.
+
+    Ranks other than 0 do their share of it here and exit. PyTorch is imported only if there are
+    other ranks, and not for a dry run, which is the work of rank 0.
+    """
+    from torch_lawa.checkpoints.storage.paths import LocalPlace, parse_place
+    from torch_lawa.offline.average import run_average
+
+    world = find_world()
+    if world is None or (dry_run and world.rank == 0):
+        yield run_average
+        return
+    if dry_run:
+        raise click.exceptions.Exit(0)
+    if not isinstance(parse_place(output), LocalPlace):
+        require_one_process(f"{output}: writing to a URL")
+    # torchrun sends SIGTERM to the remaining ranks when one has failed: they still clean up.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    from torch_lawa.offline.multi_process import average_as_other_rank, average_as_rank_0
+    from torch_lawa.ranks.connection import connected
+
+    with connected(world, meter) as ranks:
+        if world.rank == 0:
+            try:
+                with ranks.failing(), _stopping():
+                    yield partial(average_as_rank_0, ranks=ranks, local_size=world.local_size)
+            except Stopped:
+                raise click.Abort from None
+            return
+        while_shown(
+            lambda: average_as_other_rank(
+                ranks, local_size=world.local_size, threads=threads, meter=meter
+            ),
+            meter,
+            "",
+            shown=False,
+        )
+    raise click.exceptions.Exit(0)
+
+
+@contextlib.contextmanager
+def _stopping() -> Iterator[None]:
+    """Ctrl-C as an `Exception`, which the other ranks are informed of."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Stopped from None
+
+
+def require_one_process(what: str) -> None:
+    """Refuse to do in every rank what one process should do; rank 0 prints the error."""
+    world = find_world()
+    if world is None:
+        return
+    if world.rank != 0:
+        raise click.exceptions.Exit(1)
+    raise ConfigError(
+        f"{what} is the work of one process, but the environment has WORLD_SIZE={world.size}. "
+        "Start it without torchrun, or unset WORLD_SIZE."
+    )
