@@ -1,4 +1,4 @@
-"""Faults of ranks: one that stands still, does something else, holds a NaN, or is killed."""
+"""Faults of ranks: one that hangs, does something else, holds a NaN, or is killed."""
 
 import importlib
 import itertools
@@ -30,14 +30,14 @@ from lawa_lab.recipes.task import Place
 from torch_lawa import LatestWeightAverager, OnPlateau, recalibrate_batch_norm
 from torch_lawa.errors import LawaError
 from torch_lawa.evaluation import evaluate_side_by_side
-from torch_lawa.ranks import barrier as roll_call
+from torch_lawa.ranks import barrier
 
 TESTS = Path(__file__).parents[1]
-LATE = 1  # the rank that stands still
+LATE = 1  # the rank that hangs
 K = 3
 
 
-# One that stands still, or is elsewhere.
+# One that hangs, or is elsewhere.
 
 
 def faults(rank: int) -> dict[str, Any]:
@@ -57,8 +57,8 @@ def found() -> list[dict[str, Any]]:
 
 def messages(rank: int) -> dict[str, str]:
     """What each exchange says when one rank comes too late, and after that when all come."""
-    patient, hurried = roll_call._SHARE, 0.025
-    roll_call._AFTERWARDS = 1.5
+    patient, hurried = barrier._SHARE, 0.025
+    barrier._AFTER_FAILURE = 1.5
     other = dist.new_group(timeout=timedelta(seconds=30))
     sharded, averager = fully_shard(nn.Linear(4, 4)), LatestWeightAverager(schedule=OnPlateau())
     normed, loader = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), [torch.ones(4, 2)]
@@ -68,7 +68,7 @@ def messages(rank: int) -> dict[str, str]:
     place = Place(rank=rank, world_size=3)
 
     def failed() -> None:
-        with roll_call.absence_explained():
+        with barrier.explain_missing_ranks():
             raise RuntimeError("Connection closed by peer")  # as gloo does; see below for real ones
 
     acts: dict[str, Callable[[], Any]] = {
@@ -81,7 +81,7 @@ def messages(rank: int) -> dict[str, str]:
     said = {}
     before = [buffer.clone() for buffer in normed.buffers()]
     for name, act in acts.items():
-        roll_call._SHARE = patient if name == "different" else hurried
+        barrier._SHARE = patient if name == "different" else hurried
         dist.barrier()
         if rank == LATE and name != "different":
             time.sleep(2.2)
@@ -90,7 +90,7 @@ def messages(rank: int) -> dict[str, str]:
         except LawaError as error:
             said[name] = str(error)
         assert all(map(torch.equal, before, normed.buffers()))
-    roll_call._SHARE = patient
+    barrier._SHARE = patient
     dist.barrier()
     averager = LatestWeightAverager(schedule=OnPlateau())  # ranks have counted different calls
     for name in ("step", "batch norm", "total"):  # nothing is left of the faults
@@ -101,19 +101,19 @@ def messages(rank: int) -> dict[str, str]:
     for _ in range(20):
         acts["total"]()
     assert dist.distributed_c10d._get_default_store().num_keys() <= keys + 8
-    said["timeouts"] = f"{roll_call._timeout(dist.group.WORLD)} {roll_call._timeout(other)}"
+    said["timeouts"] = f"{barrier._timeout(dist.group.WORLD)} {barrier._timeout(other)}"
     return said
 
 
-def test_a_rank_that_stands_still_is_named(found: list[dict[str, Any]]) -> None:
+def test_a_rank_that_hangs_is_named(found: list[dict[str, Any]]) -> None:
     for said in (each["said"] for each in found):
         assert said.pop("timeouts") == "60.0 30.0"
-        late = f"rank {LATE} of 3 did not come to "
+        late = f"rank {LATE} of 3 did not reach "
         places = {
             "step": "averager.step, call 2 within 1.5 s",
             "batch norm": "recalibrate_batch_norm of 1 layers within 1.5 s",
             "total": "messages.<locals>.<lambda> within 1.5 s",
-            "failed": "a roll call after a failed exchange within 1.5 s",
+            "failed": "the barrier after a collective failed within 1.5 s",
         }
         for name, place in places.items():
             assert said[name].startswith(f"{late}{place}"), said[name]
@@ -125,14 +125,14 @@ def test_a_rank_that_stands_still_is_named(found: list[dict[str, Any]]) -> None:
 def test_a_process_that_has_ended_is_known_to_have() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # its entry is still there
-    other = {**roll_call._this_process(), "pid": ended.pid}
+    other = {**barrier._this_process(), "pid": ended.pid}
     linux = sys.platform == "linux"
-    assert roll_call._has_ended(other) == linux
+    assert barrier._has_ended(other) == linux
     ended.wait()
-    assert roll_call._has_ended(other) == linux
-    assert not roll_call._has_ended({**other, "machine": "another"})
-    assert not roll_call._has_ended({**other, "machine": None})
-    assert not roll_call._has_ended(roll_call._this_process())
+    assert barrier._has_ended(other) == linux
+    assert not barrier._has_ended({**other, "machine": "another"})
+    assert not barrier._has_ended({**other, "machine": None})
+    assert not barrier._has_ended(barrier._this_process())
 
 
 # A NaN in one rank's part.
@@ -419,13 +419,13 @@ def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("parallel", "target", "call", "place"),
     [
-        ("ddp", STEP, 10, "a roll call after a failed exchange within 5 s"),
-        ("fsdp", STEP, 10, "a roll call after a failed exchange within 5 s"),
+        ("ddp", STEP, 10, "the barrier after a collective failed within 5 s"),
+        ("fsdp", STEP, 10, "the barrier after a collective failed within 5 s"),
         ("ddp", "lawa_lab.recipes.trainer:Trainer.agree", 10, "Trainer.agree within 13.5 s"),
         ("fsdp", "lawa_lab.recipes.parallel:Shards._state", 3, "Trainer.progress within 13.5 s"),
     ],
 )
-def test_lawa_train_names_a_rank_that_stands_still(
+def test_lawa_train_names_a_rank_that_hangs(
     parallel: str, target: str, call: int, place: str, tmp_path: Path
 ) -> None:
     options = ["--batch-size", "48"]  # for three processes
@@ -443,7 +443,7 @@ def test_lawa_train_names_a_rank_that_stands_still(
     told = [line for line in found.stderr.splitlines() if line.startswith("Error: ")]
     assert len(told) == 2, found.stderr
     for line in told:
-        assert line.startswith(f"Error: rank 1 of 3 did not come to {place}"), line
+        assert line.startswith(f"Error: rank 1 of 3 did not reach {place}"), line
 
 
 # What is left of a killed run.

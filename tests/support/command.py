@@ -103,15 +103,15 @@ def start(
         hook = (hooks or {}).get(rank, "")
         process = _FORKING.Process(
             target=_run,
-            args=({**environ, "RANK": str(rank)}, str(folder), str(output), hook, [*map(str, words)]),
-        )  # fmt: skip
+            args=(environ | {"RANK": str(rank)}, str(folder), str(output), hook, words),
+        )
         process.start()
         started.append(Rank(process, output, store))
     _STARTED.extend(started)
     return started
 
 
-def _run(environ: dict[str, str], folder: str, output: str, hook: str, words: list[str]) -> None:
+def _run(environ: dict[str, str], folder: str, output: str, hook: str, words: list[object]) -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{output}/{name}", os.O_WRONLY | os.O_CREAT), number)
     os.chdir(folder)
@@ -119,7 +119,7 @@ def _run(environ: dict[str, str], folder: str, output: str, hook: str, words: li
     exec(hook, {})
     from torch_lawa.cli.main import main
 
-    main(words)
+    main([*map(str, words)])
 
 
 def end_all() -> None:

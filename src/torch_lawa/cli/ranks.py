@@ -2,9 +2,9 @@
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,26 +14,16 @@ from torch_lawa.offline.engine import Meter, Stopped
 from torch_lawa.ranks.world import find_world
 
 if TYPE_CHECKING:
-    from torch_lawa.offline import Plan, Result
+    from torch_lawa.offline import Result
 
 __all__ = ["averaging", "require_one_process"]
-
-
-class Run(Protocol):
-    """Carries out a plan, like `run_average`."""
-
-    def __call__(
-        self, plan: "Plan", *, threads: int | None, digests: bool, meter: Meter
-    ) -> "Result":
-        """What was done."""
-        ...
 
 
 @contextlib.contextmanager
 def averaging(
     output: str, meter: Meter, *, threads: int | None, dry_run: bool = False
-) -> Iterator[Run]:
-    """The function that carries out a plan: in this process, or with all ranks of the job.
+) -> Iterator[Callable[..., "Result"]]:
+    """A function like `run_average`: it runs in this process, or on all ranks of the job.
 
     Ranks other than 0 do their share of it here and exit. PyTorch is imported only if there are
     other ranks, and not for a dry run, which is the work of rank 0.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_lawa.errors import ConfigError, LayoutError, StateError
 from torch_lawa.export.plan import ExportPlan
 from torch_lawa.export.writing import FolderWriter
-from torch_lawa.ranks.agreement import FailTogether, ProcessGroupRanks
+from torch_lawa.ranks.agreement import FailTogether
 from torch_lawa.ranks.barrier import barrier
 from torch_lawa.shards import Sharding
 from torch_lawa.window import Window
@@ -34,7 +34,7 @@ def save(
     A rank holds no more than its window, one tensor whole (twice while it is gathered) and what
     the mean of its part of that tensor takes.
     """
-    ranks = FailTogether(ProcessGroupRanks(per_process=window.per_process))
+    ranks = FailTogether(per_process=window.per_process)
     if ranks.size > 1:
         barrier("averager.save_pretrained")
     with ranks.failing(), ExitStack() as stack:

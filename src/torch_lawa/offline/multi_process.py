@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ def average_as_rank_0(
         ):
             before = time.perf_counter()
             task = _Task.of(plan, sink, ranks.size)
-            ranks.exchange(_LAYOUT, task.to_json())
+            ranks.exchange(_LAYOUT, asdict(task))
             spans = task.spans(0)
             found = run(opened, plan.weights, spans, sink, threads=threads, meter=meter)
             sink.flush()
@@ -153,40 +153,22 @@ class _Task:
         """The share of a rank."""
         return spans_between(self.files, self.cuts[rank], self.cuts[rank + 1])
 
-    def to_json(self) -> dict[str, Any]:
-        """As it is sent."""
-        return {
-            "folder": self.folder,
-            "numerators": self.weights.numerators,
-            "divisor": self.weights.divisor,
-            "files": [[f.file, f.size, [_pack(*entry) for entry in f.tensors]] for f in self.files],
-            "cuts": self.cuts,
-        }
-
     @classmethod
     def from_json(cls, sent: dict[str, Any]) -> "_Task":
-        """As it was sent."""
-        return cls(
-            folder=sent["folder"],
-            weights=Weights(tuple(sent["numerators"]), sent["divisor"]),
-            files=tuple(
-                LaidFile(file, size, tuple(_unpack(entry) for entry in entries))
-                for file, size, entries in sent["files"]
-            ),
-            cuts=tuple(sent["cuts"]),
-        )
+        """Of what rank 0 sent: `asdict` of its own, as JSON."""
 
+        def spec(dtype: str, shape: list[int]) -> TensorSpec:
+            return TensorSpec(dtype, tuple(shape))
 
-def _pack(tensor: PlannedTensor, start: int) -> list[Any]:
-    source, target = tensor.source, tensor.target
-    return [tensor.name, source.dtype, target.dtype, source.shape, tensor.rule, start]
+        def tensor(source: dict[str, Any], target: dict[str, Any], **rest: Any) -> PlannedTensor:
+            return PlannedTensor(source=spec(**source), target=spec(**target), **rest)
 
-
-def _unpack(entry: list[Any]) -> tuple[PlannedTensor, int]:
-    name, source, target, shape, rule, start = entry
-    specs = TensorSpec(source, tuple(shape)), TensorSpec(target, tuple(shape))
-    # Its name in the output is in the header, which rank 0 has written.
-    return PlannedTensor(name, *specs, rule, name), start
+        files = [
+            LaidFile(f["file"], f["size"], tuple((tensor(**t), start) for t, start in f["tensors"]))
+            for f in sent["files"]
+        ]
+        weights = Weights(tuple(sent["weights"]["numerators"]), sent["weights"]["divisor"])
+        return cls(sent["folder"], weights, tuple(files), tuple(sent["cuts"]))
 
 
 def share_cuts(files: Sequence[LaidFile], num_shares: int, num_averaged: int) -> list[int]:

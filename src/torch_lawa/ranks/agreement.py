@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +14,7 @@ from torch_lawa.shards import is_sharded, reshard
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "Communicator",
-    "FailTogether",
-    "ProcessGroupRanks",
-    "all_gather",
-    "check_same_call",
-    "check_same_decision",
-]
+__all__ = ["FailTogether", "all_gather", "check_same_call", "check_same_decision"]
 
 
 def all_gather(where: str, value: Any, group: "ProcessGroup | None" = None) -> list[Any]:
@@ -80,66 +73,24 @@ def _groups(model: nn.Module | Mapping[str, Tensor], *, copies: bool) -> "list[P
     return list(found.values())
 
 
-class Communicator(Protocol):
-    """What `FailTogether` needs to reach the other ranks."""
+class FailTogether:
+    """The ranks of the default process group: they all complete a piece of work, or all raise.
 
-    rank: int
-    size: int
+    A rank that fails inside `failing` reports it; the others raise at their next `exchange`. So
+    between two exchanges a rank may fail by itself, and only `collective` may hold a collective.
+    Without a process group, or with `per_process`, there is one rank.
 
-    def all_gather(self, where: str, value: Any) -> list[Any]:
-        """The values of all ranks, by rank. `where` is empty on a rank that has failed."""
-        ...
-
-    def report(self, problem: str) -> str:
-        """Announce a failure; returns `problem`, or that of a rank that made this one stop."""
-        ...
-
-    def reported(self) -> str:
-        """The failure that a rank has announced so far, if any."""
-        ...
-
-
-class ProcessGroupRanks:
-    """The ranks of the default process group; without one, or with `per_process`, one rank."""
+    >>> ranks = FailTogether(per_process=True)
+    >>> with ranks.failing():
+    ...     ranks.exchange("the start", 42)
+    [42]
+    """
 
     def __init__(self, *, per_process: bool = False) -> None:
         dist = torch.distributed
         shared = not per_process and dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if shared else 0
         self.size = dist.get_world_size() if shared else 1
-
-    def all_gather(self, where: str, value: Any) -> list[Any]:
-        """Without a barrier: this is called for every tensor of an export."""
-        values = [value] * self.size
-        if self.size > 1:
-            with explain_missing_ranks(where or "an error"):
-                torch.distributed.all_gather_object(values, value)
-        return values
-
-    def report(self, problem: str) -> str:
-        """The other ranks read it in the next `all_gather`."""
-        return problem
-
-    def reported(self) -> str:
-        """Nothing, before that."""
-        return ""
-
-
-class FailTogether:
-    """Ranks that all complete a piece of work, or all raise.
-
-    A rank that fails inside `failing` reports it; the others raise at their next `exchange`. So
-    between two exchanges a rank may fail by itself, and only `collective` may hold a collective.
-
-    >>> ranks = FailTogether(ProcessGroupRanks(per_process=True))
-    >>> with ranks.failing():
-    ...     ranks.exchange("the start", 42)
-    [42]
-    """
-
-    def __init__(self, ranks: Communicator) -> None:
-        self.rank, self.size = ranks.rank, ranks.size
-        self._ranks = ranks
         self._settled = False  # whether the other ranks know how this ends, or can no longer learn
 
     @contextlib.contextmanager
@@ -151,19 +102,19 @@ class FailTogether:
             if not self._settled:
                 reason = " ".join(str(error).split()) or repr(error)
                 own = f"rank {self.rank} failed, so nothing was written: {reason}"
-                reported = self._ranks.report(own)
+                first = self._report(own)
                 with contextlib.suppress(
                     RankError
                 ):  # if another rank is gone, this error says more
-                    self._exchange("", reported, None)
+                    self._exchange("", first, None)
                 self._settled = True
-                if reported != own:
-                    raise OutputError(reported) from None
+                if first != own:
+                    raise OutputError(first) from None
             raise
 
     def exchange(self, where: str, value: Any = None) -> list[Any]:
         """The values of all ranks, by rank; raises if one of them has failed."""
-        answers = self._exchange(where, self._ranks.reported(), value)
+        answers = self._exchange(where, self._reported(), value)
         for problem, _ in answers:
             if problem:
                 self._settled = True
@@ -180,6 +131,22 @@ class FailTogether:
 
     def _exchange(self, where: str, problem: str, value: Any) -> list[Any]:
         self._settled = True
-        answers = self._ranks.all_gather(where, (problem, value))
+        answers = self._all_gather(where, (problem, value))
         self._settled = False
         return answers
+
+    def _all_gather(self, where: str, value: Any) -> list[Any]:
+        """Without a barrier: this is called for every tensor of an export."""
+        values = [value] * self.size
+        if self.size > 1:
+            with explain_missing_ranks(where or "an error"):
+                torch.distributed.all_gather_object(values, value)
+        return values
+
+    def _report(self, problem: str) -> str:
+        """Announce a failure; returns `problem`, or that of a rank that made this one stop."""
+        return problem
+
+    def _reported(self) -> str:
+        """The failure that a rank has announced since the last exchange, if any."""
+        return ""

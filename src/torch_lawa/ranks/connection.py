@@ -52,19 +52,19 @@ def connected(world: World, work: Work) -> Iterator[FailTogether]:
     thread = threading.Thread(target=ranks.keep_beating, args=(ended,), daemon=True)
     thread.start()
     try:
-        together = FailTogether(ranks)
-        together.exchange("the start")
-        yield together
+        ranks.exchange("the start")
+        yield ranks
     finally:
         ended.set()
         thread.join()
         ranks.leave()
 
 
-class _StoreRanks:
-    """A `Communicator` through the store."""
+class _StoreRanks(FailTogether):
+    """All ranks of a job, through the store."""
 
     def __init__(self, world: World, store: Any, work: Work) -> None:
+        super().__init__(per_process=True)
         self.rank, self.size = world.rank, world.size
         self._timeout, self._store, self._work = world.timeout, store, work
         self._members = Members(store, range(world.size), world.rank, world.size, heartbeats=True)
@@ -72,19 +72,19 @@ class _StoreRanks:
         self._counted = [0] * world.size
         self._interrupted = False  # whether the work stopped because of another rank
 
-    def all_gather(self, where: str, value: Any) -> list[Any]:
+    def _all_gather(self, where: str, value: Any) -> list[Any]:
         """As JSON: what comes over the network is data, never code."""
         texts = exchange(self._members, where, self._timeout, json.dumps(value))
         return [json.loads(text) for text in texts]
 
-    def report(self, problem: str) -> str:
+    def _report(self, problem: str) -> str:
         """The first one is kept; it makes the other ranks stop."""
         first = problem
         with contextlib.suppress(torch.distributed.DistError):
             first = self._store.compare_set("failed", "", problem).decode()
         return first if self._interrupted else problem
 
-    def reported(self) -> str:
+    def _reported(self) -> str:
         """By the rank that failed first, or that was interrupted while it waited."""
         with contextlib.suppress(torch.distributed.DistError):
             if self._store.check(["failed"]):
@@ -106,7 +106,7 @@ class _StoreRanks:
 
     def _watch(self) -> None:
         if self._work.stopped and not self._interrupted:
-            self.report(f"rank {self.rank} was stopped by a signal.")
+            self._report(f"rank {self.rank} was stopped by a signal.")
         elif self._store.check(["failed"]):
             self._interrupted = True
             self._work.stop()

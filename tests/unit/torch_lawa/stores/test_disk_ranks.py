@@ -49,7 +49,7 @@ def test_snapshots_that_were_taken_again_are_others() -> None:
 def test_ranks_too_far_apart_are_refused() -> None:
     with pytest.raises(StoreError, match=r"rank 0: steps 4 to 9, rank 1: steps 3 to 6"):
         agree([report(3, 4, 5, 6, 7, 8), report(2, 3, 4, 5)], Path("window"))
-    with pytest.raises(StoreError, match=r"rank 0: steps 4 to 6, rank 1: none.*lost"):
+    with pytest.raises(StoreError, match=r"rank 0: steps 4 to 6, rank 1: none"):
         agree([report(3, 4, 5), report(began=0, age=0, run=0)], Path("window"))
 
 
@@ -60,7 +60,7 @@ def test_all_begin_anew_where_one_had() -> None:
 
 
 def test_a_rank_in_trouble_stops_all() -> None:
-    with pytest.raises(StoreError, match="rank 1 cannot take over its window: it is damaged"):
+    with pytest.raises(StoreError, match=r"rank 1 .*it is damaged"):
         agree([report(3, 4, 5), "it is damaged"], Path("window"))
 
 
@@ -256,14 +256,14 @@ def test_windows_of_other_numbers_of_ranks_are_refused(tmp_path: Path) -> None:
     averager = LatestWeightAverager(k=2, store=DiskStore(tmp_path / "one"))
     averager.collect({"w": torch.ones(3)})
     averager.wait()
-    with pytest.raises(StoreError, match=r"window of one process and this run has 2 processes"):
+    with pytest.raises(StoreError, match=r"one process.* 2 processes"):
         Ranks(0, 2).refuse_other_windows(tmp_path / "one")
     (tmp_path / "four").mkdir()
     Ranks(3, 4).folder(tmp_path / "four").mkdir()
     Ranks(0, 1).refuse_other_windows(tmp_path / "four")  # nothing was collected there
     shutil.copytree(tmp_path / "one", tmp_path / "four" / "rank-00002-of-00004")
     Ranks(0, 4).refuse_other_windows(tmp_path / "four")
-    with pytest.raises(StoreError, match=r"window of 4 processes and this run has one process"):
+    with pytest.raises(StoreError, match=r"4 processes.* one process"):
         LatestWeightAverager(k=2, store=DiskStore(tmp_path / "four"))
 
 
