@@ -255,7 +255,7 @@ def no_room(*_: object) -> None:
 
 
 def failures(rank: int, folder: str) -> dict[str, str]:
-    """What every rank is told, by what went wrong; nobody waits for ever."""
+    """The error on every rank, by what went wrong; no rank hangs."""
     told: dict[str, str] = {}
 
     def attempt(what: str, act: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Faults of ranks: one that hangs, does something else, holds a NaN, or is killed."""
+"""Faults of ranks: one that hangs, is at another call, holds a NaN, or is killed."""
 
 import importlib
 import itertools
@@ -37,7 +37,7 @@ LATE = 1  # the rank that hangs
 K = 3
 
 
-# One that hangs, or is elsewhere.
+# One that hangs, or is at another call.
 
 
 def faults(rank: int) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def found() -> list[dict[str, Any]]:
 
 
 def messages(rank: int) -> dict[str, str]:
-    """What each exchange says when one rank comes too late, and after that when all come."""
+    """What each exchange says when one rank is late, and after that when none is."""
     patient, hurried = barrier._SHARE, 0.025
     barrier._AFTER_FAILURE = 1.5
     other = dist.new_group(timeout=timedelta(seconds=30))
@@ -139,7 +139,7 @@ def test_a_process_that_has_ended_is_known_to_have() -> None:
 
 
 def not_a_number(rank: int) -> list[bool]:
-    """Of each window: whether this rank's part of the mean is exact, read and lent."""
+    """Of each window: whether this rank's part of the mean is exact, read and swapped in."""
     model = fully_shard(nn.Linear(4, 6, bias=False))
     averager = LatestWeightAverager(k=K)
     snapshots, exact = [], []
@@ -158,8 +158,8 @@ def not_a_number(rank: int) -> list[bool]:
                 warnings.simplefilter("ignore")
                 read = averager.average()["weight"].to_local()  # type: ignore[attr-defined]
                 with averager.swapped_into(model):
-                    lent = part.clone()
-            same = [torch.equal(t.nan_to_num(9.0), mean.nan_to_num(9.0)) for t in (read, lent)]
+                    swapped = part.clone()
+            same = [torch.equal(t.nan_to_num(9.0), mean.nan_to_num(9.0)) for t in (read, swapped)]
             exact.append(all(same) and torch.equal(part.nan_to_num(9.0), value.nan_to_num(9.0)))
     return exact
 
