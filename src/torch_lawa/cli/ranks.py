@@ -4,6 +4,7 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from torch_lawa.offline import Result
 
 __all__ = ["averaging", "require_one_process"]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextlib.contextmanager
@@ -39,8 +42,8 @@ def averaging(
         raise click.exceptions.Exit(0)
     if not isinstance(parse_place(output), LocalPlace):
         require_one_process(f"{output}: writing to a URL")
-    # torchrun sends SIGTERM to the remaining ranks when one has failed: they still clean up.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in _SIGNALS:
+        signal.signal(number, _interrupt)
     from torch_lawa.offline.multi_process import average_as_other_rank, average_as_rank_0
     from torch_lawa.ranks.connection import connected
 
@@ -61,6 +64,17 @@ def averaging(
             shown=False,
         )
     raise click.exceptions.Exit(0)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C or SIGTERM: clean up, and let nothing interrupt that.
+
+    A rank gets Ctrl-C from the terminal and again from torchrun, which kills what is still running
+    30 seconds later.
+    """
+    for each in _SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
