@@ -264,7 +264,7 @@ def failures(rank: int, folder: str) -> dict[str, str]:
             told[what] = "nothing"
         except Exception as error:
             told[what] = f"{type(error).__name__}: {error}"
-        dist.barrier()  # all are at the same place again
+        dist.barrier()  # all are at the same location again
 
     averager = collected(sharded("fsdp"))
     out = f"{folder}/out"

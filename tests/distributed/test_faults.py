@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lawa_lab.recipes.run_folder import RunFolder
-from lawa_lab.recipes.task import Place
+from lawa_lab.recipes.task import Location
 from torch_lawa import LatestWeightAverager, OnPlateau, recalibrate_batch_norm
 from torch_lawa.errors import LawaError
 from torch_lawa.evaluation import evaluate_side_by_side
@@ -65,7 +65,7 @@ def messages(rank: int) -> dict[str, str]:
     single = LatestWeightAverager(k=1)
     single.collect(normed)
     averager.step(sharded, loss=1.0)
-    place = Place(rank=rank, world_size=3)
+    location = Location(rank=rank, world_size=3)
 
     def failed() -> None:
         with barrier.explain_missing_ranks():
@@ -74,7 +74,7 @@ def messages(rank: int) -> dict[str, str]:
     acts: dict[str, Callable[[], Any]] = {
         "step": lambda: averager.step(sharded, loss=1.0),
         "batch norm": lambda: recalibrate_batch_norm(normed, loader, group=dist.group.WORLD),
-        "total": lambda: place.total([1.0]),
+        "total": lambda: location.total([1.0]),
         "different": lambda: acts["batch norm" if rank == LATE else "step"](),
         "failed": failed,
     }
@@ -109,14 +109,14 @@ def test_a_rank_that_hangs_is_named(found: list[dict[str, Any]]) -> None:
     for said in (each["said"] for each in found):
         assert said.pop("timeouts") == "60.0 30.0"
         late = f"rank {LATE} of 3 did not reach "
-        places = {
+        locations = {
             "step": "averager.step, call 2 within 1.5 s",
             "batch norm": "recalibrate_batch_norm of 1 layers within 1.5 s",
             "total": "messages.<locals>.<lambda> within 1.5 s",
             "failed": "the barrier after a collective failed within 1.5 s",
         }
-        for name, place in places.items():
-            assert said[name].startswith(f"{late}{place}"), said[name]
+        for name, location in locations.items():
+            assert said[name].startswith(f"{late}{location}"), said[name]
         assert "Rank 1 was last at averager.step, call 2 (pid " in said["batch norm"]
         assert "ranks 0, 2 at averager.step, call 3" in said["different"]
         assert "rank 1 at recalibrate_batch_norm of 1 layers" in said["different"]
@@ -417,7 +417,7 @@ def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("parallel", "target", "call", "place"),
+    ("parallel", "target", "call", "location"),
     [
         ("ddp", STEP, 10, "the barrier after a collective failed within 5 s"),
         ("fsdp", STEP, 10, "the barrier after a collective failed within 5 s"),
@@ -426,7 +426,7 @@ def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
     ],
 )
 def test_lawa_train_names_a_rank_that_hangs(
-    parallel: str, target: str, call: int, place: str, tmp_path: Path
+    parallel: str, target: str, call: int, location: str, tmp_path: Path
 ) -> None:
     options = ["--batch-size", "48"]  # for three processes
     found = train(
@@ -443,7 +443,7 @@ def test_lawa_train_names_a_rank_that_hangs(
     told = [line for line in found.stderr.splitlines() if line.startswith("Error: ")]
     assert len(told) == 2, found.stderr
     for line in told:
-        assert line.startswith(f"Error: rank 1 of 3 did not reach {place}"), line
+        assert line.startswith(f"Error: rank 1 of 3 did not reach {location}"), line
 
 
 # What is left of a killed run.

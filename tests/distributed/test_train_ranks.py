@@ -23,10 +23,10 @@ def train(rank: int, path: str, parallel: str, stop: int, recipe: str) -> str | 
     """Train a smoke run, or go on with it, until it is stopped."""
     sys.path.insert(0, TESTS)
     plan = smoke_plan(recipe, lookahead=True)
-    place = choose_place("cpu")
+    location = choose_place("cpu")
     options = {"parallel": parallel, "save_trajectory": True}
     try:
-        run(plan, Path(path), stop_at=stop, place=place, **options)
+        run(plan, Path(path), stop_at=stop, location=location, **options)
     except StateError as error:
         return str(error)
     return None

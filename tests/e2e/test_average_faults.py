@@ -116,7 +116,7 @@ def {function}(first, *rest):
     return real({changed}, *rest)
 multi_process.{function} = {function}
 """
-OTHER_INPUT = OTHER.format(function="parse_place", changed="first.replace('step_1', 'step_{}')")
+OTHER_INPUT = OTHER.format(function="parse_location", changed="first.replace('step_1', 'step_{}')")
 OTHER_FOLDER = OTHER.format(function="Path", changed="first.replace('out', 'elsewhere')")
 
 

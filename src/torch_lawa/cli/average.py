@@ -95,8 +95,8 @@ def command(
     Reads safetensors, sharded folders, PyTorch files, distributed checkpoints and adapters, each
     byte once, and writes the same layout with the exact mean (float64, rounded once).
     """
+    from torch_lawa.cli.progress import while_shown
     from torch_lawa.cli.ranks import averaging
-    from torch_lawa.cli.working import while_shown
     from torch_lawa.offline import plan_average
     from torch_lawa.offline.engine import Meter
 
@@ -153,7 +153,7 @@ def _say(plan: "Plan", result: "Result") -> None:
     many = len(plan.inputs) > 1
     inputs = f"{len(plan.inputs)} checkpoints, {first} to {newest}" if many else first
     click.echo(
-        f"{result.place}: the mean of {inputs}. "
+        f"{result.location}: the mean of {inputs}. "
         f"Read {format_bytes(result.bytes_read)} in {result.seconds:.2f} s "
         f"({format_bytes(rate)}/s), wrote {format_bytes(result.bytes_written)}."
     )

@@ -50,7 +50,7 @@ def command(path: str, path2: str | None, tensors: bool, key: str | None, as_jso
 
 
 def _compare(a: str, b: str, key: str | None) -> "Difference":
-    from torch_lawa.cli.working import while_shown
+    from torch_lawa.cli.progress import while_shown
     from torch_lawa.offline.comparison import compare_checkpoints
     from torch_lawa.offline.engine import Meter
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from torch_lawa.cli.working import while_shown
+from torch_lawa.cli.progress import while_shown
 from torch_lawa.errors import ConfigError
 from torch_lawa.offline.engine import Meter, Stopped
 from torch_lawa.ranks.world import find_world
@@ -31,7 +31,7 @@ def averaging(
     Ranks other than 0 do their share of it here and exit. PyTorch is imported only if there are
     other ranks, and not for a dry run, which is the work of rank 0.
     """
-    from torch_lawa.checkpoints.storage.paths import LocalPlace, parse_place
+    from torch_lawa.checkpoints.storage.paths import LocalPath, parse_location
     from torch_lawa.offline.average import run_average
 
     world = find_world()
@@ -40,7 +40,7 @@ def averaging(
         return
     if dry_run:
         raise click.exceptions.Exit(0)
-    if not isinstance(parse_place(output), LocalPlace):
+    if not isinstance(parse_location(output), LocalPath):
         require_one_process(f"{output}: writing to a URL")
     for number in _SIGNALS:
         signal.signal(number, _interrupt)

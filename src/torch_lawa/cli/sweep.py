@@ -92,8 +92,8 @@ def command(
 
     Each result goes to an evaluator and becomes a row of metrics, or to a folder, or both.
     """
+    from torch_lawa.cli.progress import while_shown
     from torch_lawa.cli.ranks import require_one_process
-    from torch_lawa.cli.working import while_shown
     from torch_lawa.offline.engine import Meter
     from torch_lawa.offline.sweep import plan_sweep, run_sweep
 
@@ -188,7 +188,7 @@ def _say_json(row: Row) -> None:
 
 def _as_json(plan: "SweepPlan") -> dict[str, Any]:
     return {
-        "checkpoints": [{"path": str(f.place), "step": f.step, "epoch": f.epoch}
+        "checkpoints": [{"path": str(f.location), "step": f.step, "epoch": f.epoch}
                         for f in plan.found],
         "windows": [{"k": w.k, "step": w.step, "epoch": w.epoch} for w in plan.windows],
         "coefficients": plan.coefficients,

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_lawa.checkpoints.formats.base import Checkpoint
-from torch_lawa.checkpoints.formats.opening import open_checkpoint
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.provenance import note_provenance, provenance
-from torch_lawa.checkpoints.storage.paths import Place
+from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import ConfigError, LayoutError
 from torch_lawa.offline.changes import refusing_changes
 from torch_lawa.offline.engine import Meter, default_threads, in_threads, run, whole
 from torch_lawa.offline.matching import PlannedTensor
-from torch_lawa.offline.plan import Plan
-from torch_lawa.offline.writing import writing
+from torch_lawa.offline.output_files import writing
+from torch_lawa.offline.plan import AveragePlan
 
 __all__ = [
     "Result",
@@ -38,7 +38,7 @@ _HASHED = 1 << 22
 class Result:
     """What was done."""
 
-    place: Place
+    location: Location
     bytes_read: int
     bytes_written: int
     engine_seconds: float  # reading, averaging and writing, without start-up and flushing
@@ -49,7 +49,7 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """For programs."""
         return {
-            "output": str(self.place),
+            "output": str(self.location),
             "bytes_read": self.bytes_read,
             "bytes_written": self.bytes_written,
             "engine_seconds": self.engine_seconds,
@@ -59,7 +59,7 @@ class Result:
 
 
 def run_average(
-    plan: Plan,
+    plan: AveragePlan,
     *,
     threads: int | None = None,
     digests: bool = False,
@@ -104,7 +104,7 @@ def run_average(
             not_finite = run(opened, plan.weights, spans, sink, threads=threads, meter=meter)
             engine_seconds = time.perf_counter() - before
     return Result(
-        place=plan.output.place,
+        location=plan.output.location,
         bytes_read=plan.bytes_read,
         bytes_written=plan.bytes_written,
         engine_seconds=engine_seconds,
@@ -113,11 +113,11 @@ def run_average(
     )
 
 
-def open_inputs(plan: Plan, stack: ExitStack, threads: int | None) -> list[Checkpoint]:
+def open_inputs(plan: AveragePlan, stack: ExitStack, threads: int | None) -> list[Checkpoint]:
     """Open the checkpoints of a plan, oldest first; refuse those that changed since."""
     if threads is not None and threads < 1:
         raise ConfigError(f"threads={threads}: must be at least 1.")
-    opened = [stack.enter_context(open_checkpoint(i.place, key=plan.key)) for i in plan.inputs]
+    opened = [stack.enter_context(open_checkpoint(i.location, key=plan.key)) for i in plan.inputs]
     check_unchanged(plan.tensors, opened)
     return opened
 
@@ -128,16 +128,16 @@ def check_unchanged(tensors: Sequence[PlannedTensor], opened: Sequence[Checkpoin
         for tensor in tensors:
             if checkpoint.tensors.get(tensor.name) != tensor.source:
                 raise LayoutError(
-                    f"{checkpoint.place}: tensor {tensor.name!r} changed since the plan was made; "
+                    f"{checkpoint.location}: tensor {tensor.name!r} changed since the plan was made; "
                     "plan again."
                 )
 
 
-def hash_files(files: Sequence[Place], threads: int, meter: Meter) -> list[str]:
+def hash_files(files: Sequence[Location], threads: int, meter: Meter) -> list[str]:
     """The SHA-256 of each file, several files at a time."""
     found = [""] * len(files)
 
-    def work(todo: Iterator[tuple[int, Place]]) -> None:
+    def work(todo: Iterator[tuple[int, Location]]) -> None:
         for i, file in todo:
             source, digest = file.open(), hashlib.sha256()
             for begin in range(0, source.size, _HASHED):
@@ -157,11 +157,13 @@ def per_input(opened: Sequence[Checkpoint], hashes: Sequence[str]) -> list[dict[
     return [{str(file): next(following) for file in c.files} for c in opened]
 
 
-def metadata_of(plan: Plan, hashes: Sequence[Mapping[str, str]] | None = None) -> dict[str, str]:
+def metadata_of(
+    plan: AveragePlan, hashes: Sequence[Mapping[str, str]] | None = None
+) -> dict[str, str]:
     """The metadata of the result: that of the newest input, and how the result was made."""
     inputs = []
     for i, planned in enumerate(plan.inputs):
-        entry: dict[str, Any] = {"path": str(planned.place), "bytes": planned.num_bytes}
+        entry: dict[str, Any] = {"path": str(planned.location), "bytes": planned.num_bytes}
         entry |= {"step": planned.step, "epoch": planned.epoch, "weight": planned.weight}
         if hashes is not None:
             entry["sha256"] = dict(hashes[i])

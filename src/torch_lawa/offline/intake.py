@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from torch_lawa.checkpoints.find.select import Found
+from torch_lawa.checkpoints.find.select import FoundCheckpoint
 from torch_lawa.checkpoints.find.step_names import few
 from torch_lawa.errors import ConfigError, FormatError, LawaError
 from torch_lawa.offline.live_run import LiveRun
@@ -41,7 +41,7 @@ class Intake:
     ) -> None:
         self._run, self._window, self._k, self._each = run, window, k, each
         self._settle, self._say, self._stop, self._clock = settle, say, stop, clock
-        self._found: dict[int, Found] = {}
+        self._found: dict[int, FoundCheckpoint] = {}
         self._observed: dict[int, tuple[str, float]] = {}  # signature, and since when
         self._broken: dict[int, str] = {}
         self._by = ""
@@ -56,7 +56,7 @@ class Intake:
         """See what is there."""
         self._newest = max((s.number for s in self._window.state.snapshots), default=-1)
         self._drop_changed()
-        discovery = self._run.discover()
+        discovery = self._run.find_checkpoints()
         by = self._window.state.by
         if by not in ("", discovery.ordered_by):
             raise FormatError(
@@ -71,7 +71,7 @@ class Intake:
         now, before, self._observed = self._clock(), self._observed, {}
         for number, found in self._found.items():
             try:
-                signature = signature_of(found.place)
+                signature = signature_of(found.location)
             except OSError:  # deleted meanwhile
                 continue
             known = before.get(number, ("", now))
@@ -125,16 +125,16 @@ class Intake:
         for s in changed:
             self._say(
                 f"{s.label}: {self._window.folder / s.folder} changed after it was taken, as when "
-                f"{s.source} is written in place; dropped from the window"
+                f"{s.source} is written in location; dropped from the window"
             )
 
     def _judge(self, number: int) -> bool:
-        """Open a checkpoint and find its place in the window, if any; False: look again first."""
+        """Open a checkpoint and find its location in the window, if any; False: look again first."""
         found, signature = self._found[number], self._observed[number][0]
         try:
             source = inspect(found, signature, self._run.key)
         except (LawaError, PermissionError) as error:
-            if isinstance(error, ConfigError) and not found.place.local:
+            if isinstance(error, ConfigError) and not found.location.local:
                 raise  # a server's refusal says nothing about the file
             self._broken[number] = signature
             self._say(f"{found.label}: skipped, as it cannot be read: {error}")

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from torch_lawa.checkpoints.formats.base import Checkpoint, TensorSpec
-from torch_lawa.checkpoints.formats.opening import open_checkpoint
-from torch_lawa.checkpoints.storage.paths import LocalPlace, Place, parse_place
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
+from torch_lawa.checkpoints.storage.paths import LocalPath, Location, parse_location
 from torch_lawa.coefficients import Weights
 from torch_lawa.errors import LayoutError, OutputError, RankError
 from torch_lawa.offline.average import (
@@ -31,8 +31,8 @@ from torch_lawa.offline.average import (
 from torch_lawa.offline.changes import refusing_changes
 from torch_lawa.offline.engine import Meter, Span, default_threads, run, value_width
 from torch_lawa.offline.matching import PlannedTensor
-from torch_lawa.offline.plan import Plan
-from torch_lawa.offline.writing import LaidFile, SafetensorsSink, writing
+from torch_lawa.offline.output_files import LaidFile, SafetensorsSink, writing
+from torch_lawa.offline.plan import AveragePlan
 from torch_lawa.ranks.agreement import FailTogether
 from torch_lawa.ranks.split import Stretch, split_evenly
 
@@ -53,7 +53,7 @@ _PUBLISHED = "the published result"
 
 
 def average_as_rank_0(
-    plan: Plan,
+    plan: AveragePlan,
     ranks: FailTogether,
     *,
     local_size: int,
@@ -70,7 +70,7 @@ def average_as_rank_0(
         ranks.exchange(
             _INPUTS,
             {
-                "inputs": [_absolute(i.place) for i in plan.inputs],
+                "inputs": [_absolute(i.location) for i in plan.inputs],
                 "key": plan.key,
                 "fingerprints": [_fingerprint(checkpoint) for checkpoint in opened],
                 "digests": digests,
@@ -98,7 +98,7 @@ def average_as_rank_0(
         with contextlib.suppress(RankError, OutputError):  # too late for a rank to fail
             ranks.exchange(_PUBLISHED)
     return Result(
-        place=plan.output.place,
+        location=plan.output.location,
         bytes_read=plan.bytes_read,
         bytes_written=plan.bytes_written,
         engine_seconds=engine_seconds,
@@ -113,8 +113,8 @@ def average_as_other_rank(
     """Do this rank's share of the plan of rank 0; returns when the result is published."""
     with ranks.failing(), ExitStack() as stack:
         sent = ranks.exchange(_INPUTS)[0]
-        places = [parse_place(name) for name in sent["inputs"]]
-        opened = [stack.enter_context(open_checkpoint(p, key=sent["key"])) for p in places]
+        locations = [parse_location(name) for name in sent["inputs"]]
+        opened = [stack.enter_context(open_checkpoint(p, key=sent["key"])) for p in locations]
         _check_fingerprints(opened, sent["fingerprints"])
         threads = threads or default_threads(opened, local_size)
         if sent["digests"]:
@@ -143,7 +143,7 @@ class _Task:
     cuts: tuple[int, ...]
 
     @classmethod
-    def of(cls, plan: Plan, sink: SafetensorsSink, num_shares: int) -> "_Task":
+    def of(cls, plan: AveragePlan, sink: SafetensorsSink, num_shares: int) -> "_Task":
         """Split the work of a plan into one share per rank."""
         num_averaged = sum(w != 0.0 for w in plan.weights.numerators)
         cuts = share_cuts(sink.files, num_shares, num_averaged)
@@ -234,16 +234,16 @@ def _interleaved(hashes: Sequence[Sequence[str]]) -> list[str]:
     return [hashes[i % len(hashes)][i // len(hashes)] for i in range(num_files)]
 
 
-def _absolute(place: Place) -> str:
+def _absolute(location: Location) -> str:
     """A name that is valid in a process with another working directory."""
-    return os.path.abspath(place.path) if isinstance(place, LocalPlace) else str(place)
+    return os.path.abspath(location.path) if isinstance(location, LocalPath) else str(location)
 
 
 def _check_fingerprints(opened: Sequence[Checkpoint], fingerprints: Sequence[str]) -> None:
     for checkpoint, fingerprint in zip(opened, fingerprints, strict=True):
         if _fingerprint(checkpoint) != fingerprint:
             raise LayoutError(
-                f"{checkpoint.place}: is not the same checkpoint as on rank 0. All ranks must read "
+                f"{checkpoint.location}: is not the same checkpoint as on rank 0. All ranks must read "
                 "the same files."
             )
 
@@ -254,7 +254,7 @@ def _fingerprint(checkpoint: Checkpoint) -> str:
     names = list(checkpoint.tensors)
     for name in names:
         digest.update(f"{name} {checkpoint.tensors[name]}\n".encode())
-    if checkpoint.place.local:
+    if checkpoint.location.local:
         for name in names[:: -(-len(names) // _SAMPLES) or 1]:
             end = min(_SAMPLED, checkpoint.tensors[name].nbytes)
             digest.update(checkpoint.read(name, 0, end).tobytes())

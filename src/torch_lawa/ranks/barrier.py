@@ -77,7 +77,7 @@ def exchange(members: Members, where: str, seconds: float, value: str = "") -> l
         verdict, number = _call(members, where, seconds, value)
         if verdict["absent"]:
             raise RankError(_describe_absence(verdict))
-        if len(verdict["places"]) > 1:
+        if len(verdict["locations"]) > 1:
             raise RankError(
                 f"the ranks are at different calls: {_places(verdict)}. All ranks must make the "
                 "same calls in the same order: look for a condition that depends on the rank, or "
@@ -187,14 +187,14 @@ def _decide(members: Members, number: int, lost: Collection[int], seconds: float
     last = {**_words(store, number - 1, set(ranks) - set(arrived)), **arrived}
     ended = [rank for rank, words in last.items() if _has_ended(words)]
     absent = ended or [rank for rank in ranks if rank in lost and rank not in arrived]
-    places: dict[str, list[int]] = {}
+    locations: dict[str, list[int]] = {}
     for rank, words in arrived.items():
         if words["where"]:
-            places.setdefault(words["where"], []).append(rank)
+            locations.setdefault(words["where"], []).append(rank)
     verdict = {
         "absent": {rank: last.get(rank) for rank in absent},
         "ended": bool(ended),
-        "places": places,
+        "locations": locations,
         "seconds": seconds,
         "world_size": members.world_size,
     }
@@ -273,14 +273,14 @@ def _is_communication(error: RuntimeError) -> bool:
 
 def _describe_absence(verdict: dict[str, Any]) -> str:
     absent = {int(rank): last for rank, last in verdict["absent"].items()}
-    places = list(verdict["places"])
-    place = " or ".join(places) or "the other ranks"
+    locations = list(verdict["locations"])
+    location = " or ".join(locations) or "the other ranks"
     who = f"{_ranks(absent)} of {verdict['world_size']}"
     if verdict["ended"]:
-        what = f"ended before reaching {place}: killed, or out of memory?"
+        what = f"ended before reaching {location}: killed, or out of memory?"
     else:
         what = (
-            f"did not reach {place} within {verdict['seconds']:.3g} s: killed, hanging, or not "
+            f"did not reach {location} within {verdict['seconds']:.3g} s: killed, hanging, or not "
             "making this call at all?"
         )
     before = [
@@ -294,7 +294,7 @@ def _describe_absence(verdict: dict[str, Any]) -> str:
 
 
 def _places(verdict: dict[str, Any]) -> str:
-    return "; ".join(f"{_ranks(at)} at {place}" for place, at in verdict["places"].items())
+    return "; ".join(f"{_ranks(at)} at {location}" for location, at in verdict["locations"].items())
 
 
 def _ranks(ranks: Collection[int]) -> str:
