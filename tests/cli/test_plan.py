@@ -9,7 +9,7 @@ import pytest
 
 from torch_lawa import window
 from torch_lawa.cli import main as cli
-from torch_lawa.cli import plan_printing
+from torch_lawa.cli import plan_text
 
 PROBE = """
 import sys
@@ -144,7 +144,7 @@ def test_notes(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_sliding_begins_where_the_averager_begins() -> None:
     """The averager's own number lies beside PyTorch, which a plan does not load."""
-    assert window._SLIDING_FROM == plan_printing._SLIDING_FROM
+    assert window._SLIDING_FROM == plan_text._SLIDING_FROM
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torch_lawa import DiskStore, LatestWeightAverager, average_checkpoints, plan_average
+from torch_lawa import DiskStore, LatestWeightAverager
 from torch_lawa.export import saving, writing
+from torch_lawa.offline import AverageOptions, plan_average, run_average
 
 STEPS, K = 4, 3
 WEIGHTS = "model.safetensors"
@@ -412,8 +413,10 @@ def test_transformers_loads_it_and_files_give_the_same(pair: tuple[Path, Any]) -
         assert same_bits(loaded.state_dict()[name], tensor), name
     assert loaded.lm_head.weight is loaded.transformer.wte.weight
 
-    plan = plan_average(tmp_path / "run", tmp_path / "offline", last=K, max_shard_size=1000)
-    average_checkpoints(plan)
+    plan = plan_average(
+        tmp_path / "run", tmp_path / "offline", last=K, options=AverageOptions(max_shard_size=1000)
+    )
+    run_average(plan)
     assert [step.step for step in plan.inputs] == [2, 3, 4]
     offline = {}
     for file in (tmp_path / "offline").glob("model-*-of-*.safetensors"):

@@ -103,8 +103,8 @@ def test_formats_of_pytorch(home: Path, tmp_path: Path) -> None:
 
 COUNT = """
 import atexit, os, sys
-from torch_lawa.offline import writing, following, average
-num_bytes, real_write = [], writing.SafetensorsSink.write
+from torch_lawa.offline import output_files, following, average
+num_bytes, real_write = [], output_files.SafetensorsSink.write
 real_run = average.run
 def write(self, name, begin, piece):
     num_bytes.append(len(piece))
@@ -112,7 +112,7 @@ def write(self, name, begin, piece):
 def run(*args, threads, **kwargs):
     globals()["num_threads"] = threads
     return real_run(*args, threads=threads, **kwargs)
-writing.SafetensorsSink.write = write
+output_files.SafetensorsSink.write = write
 average.run = following.run = run
 def say():
     assert 'torch' not in sys.modules
@@ -141,7 +141,7 @@ def test_what_rank_1_finds_is_said_by_rank_0(home: Path, tmp_path: Path) -> None
     words = ["average", "step_1.safetensors", "-o", "m.safetensors"]
     ended = finish(start(words, 2, folder=tmp_path))
     assert [e.code for e in ended] == [0, 0]
-    assert "the mean of 'w' holds NaN or Inf" in ended[0].complained
+    assert "the mean of 'w' contains NaN or Inf" in ended[0].complained
     assert ended[1].complained == ""
 
 
@@ -151,8 +151,8 @@ def test_overwriting_follows_the_same_rules(home: Path, tmp_path: Path) -> None:
     save_file({"w": torch.zeros(3)}, tmp_path / "m" / "model.safetensors")
     ended = finish(start(words, 2, folder=home))
     assert [e.code for e in ended] == [1, 1]
-    assert ended[0].complained.startswith(f"Error: {tmp_path / 'm'}: exists already")
-    assert ended[1].complained.startswith(f"Error: rank 0 failed: {tmp_path / 'm'}: exists already")
+    assert ended[0].complained.startswith(f"Error: {tmp_path / 'm'}: already exists")
+    assert ended[1].complained.startswith(f"Error: rank 0 failed: {tmp_path / 'm'}: already exists")
     ended = finish(start([*words, "--overwrite"], 2, folder=home))
     assert [e.code for e in ended] == [0, 0]
     assert load_file(tmp_path / "m" / "model.safetensors")["w"].tolist() == [1.5] * 3

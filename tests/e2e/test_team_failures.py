@@ -58,9 +58,9 @@ def at(moment: str, signal_name: str) -> str:
 MOMENTS = {
     "joining": ("following", "", "_join"),
     "planning": ("plan", "", "match_tensors"),
-    "writing": ("writing", ".SafetensorsSink", "write"),
+    "writing": ("output_files", ".SafetensorsSink", "write"),
     "replying": ("following", ".Follower", "reply"),
-    "publishing": ("writing", "", "_deliver"),
+    "publishing": ("output_files", "", "_deliver"),
 }
 
 

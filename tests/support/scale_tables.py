@@ -8,7 +8,7 @@ from torch_lawa.capacity.machine import GIB, Machine, constants
 from torch_lawa.capacity.verdict import format_seconds, judge, largest_k, smallest_nu
 from torch_lawa.units import format_bytes
 
-PAGE = Path(__file__).parents[1] / "docs" / "guides" / "scale.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "scale.md"
 SIZES = ("7B", "70B", "400B")
 GPUS = (8, 64, 512, 4096)
 SETTINGS = {

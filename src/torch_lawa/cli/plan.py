@@ -98,7 +98,7 @@ def command(
     as_json: bool,
     **machine: float,
 ) -> None:
-    """Work out what a window costs a run: memory, bytes, time.
+    """Estimate what averaging costs: memory, bandwidth, time.
 
     Says whether it fits, and if not, what to change. On paper only: nothing is run. GB are 10⁹
     bytes, GiB are 2³⁰.
@@ -119,7 +119,7 @@ def command(
         )
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
-    from torch_lawa.cli.plan_printing import as_dict, as_text
+    from torch_lawa.cli.plan_text import as_dict, as_text
 
     cost = cost_of(run)
     verdict = judge(cost)

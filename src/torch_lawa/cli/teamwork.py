@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from torch_lawa.cli.working import while_shown
+from torch_lawa.cli.progress import run_with_progress
 from torch_lawa.errors import ConfigError
 from torch_lawa.offline.engine import Meter
 from torch_lawa.offline.team import find_team
@@ -51,7 +51,7 @@ def as_team(
     def help_leader() -> None:
         follow(team, place.path, threads=threads, meter=meter)
 
-    while_shown(help_leader, meter, "", shown=False)
+    run_with_progress(help_leader, meter, "", shown=False)
     raise click.exceptions.Exit(0)
 
 

@@ -11,15 +11,14 @@ from torch_lawa.checkpoints.formats.opening import open_checkpoint
 from torch_lawa.checkpoints.provenance import note_provenance, provenance
 from torch_lawa.checkpoints.storage.paths import Place
 from torch_lawa.errors import ConfigError
-from torch_lawa.offline.changes import refusing_changes
 from torch_lawa.offline.digests import hash_files
-from torch_lawa.offline.engine import Meter, default_threads, run, whole
+from torch_lawa.offline.engine import Meter, default_threads, refusing_changes, run, whole
 from torch_lawa.offline.filling import check_unchanged, plan_filling, whole_name
 from torch_lawa.offline.leading import Leader
-from torch_lawa.offline.plan import Plan
-from torch_lawa.offline.writing import writing
+from torch_lawa.offline.output_files import writing
+from torch_lawa.offline.plan import AveragePlan
 
-__all__ = ["Result", "average_checkpoints", "metadata_of"]
+__all__ = ["Result", "metadata_of", "run_average"]
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,8 @@ class Result:
         }
 
 
-def average_checkpoints(
-    plan: Plan,
+def run_average(
+    plan: AveragePlan,
     *,
     threads: int | None = None,
     digests: bool = False,
@@ -70,7 +69,7 @@ def average_checkpoints(
     ...         tensors = {"w": torch.full((2,), value)}
     ...         save_tensors(Path(folder) / f"step_{step}.safetensors", tensors)
     ...     mean = Path(folder) / "mean.safetensors"
-    ...     result = average_checkpoints(plan_average(folder, mean, last=2))
+    ...     result = run_average(plan_average(folder, mean, last=2))
     ...     load_tensors(mean, read_header(mean))
     {'w': tensor([2.5000, 2.5000])}
     """
@@ -114,12 +113,12 @@ def average_checkpoints(
     )
 
 
-def metadata_of(plan: Plan, digests: dict[str, str] | None = None) -> dict[str, str]:
+def metadata_of(plan: AveragePlan, digests: dict[str, str] | None = None) -> dict[str, str]:
     """What the result says of itself: what the newest input said, and how it came about."""
     return note_provenance(_provenance(plan, digests), plan.metadata)
 
 
-def _provenance(plan: Plan, digests: dict[str, str] | None = None) -> dict[str, Any]:
+def _provenance(plan: AveragePlan, digests: dict[str, str] | None = None) -> dict[str, Any]:
     """How a result came about, to be kept inside it."""
     inputs = []
     for planned in plan.inputs:

@@ -12,7 +12,7 @@ from torch_lawa.coefficients import Weights
 from torch_lawa.errors import LayoutError
 from torch_lawa.offline.engine import Span
 from torch_lawa.offline.matching import PlannedTensor
-from torch_lawa.offline.plan import Plan
+from torch_lawa.offline.plan import AveragePlan
 from torch_lawa.offline.shares import LaidFile, cut_evenly, spans_between
 
 __all__ = ["Filling", "check_same", "check_unchanged", "plan_filling", "whole_name"]
@@ -70,7 +70,7 @@ class Filling:
 
 
 def plan_filling(
-    plan: Plan, opened: Sequence[Checkpoint], files: Sequence[LaidFile], num_shares: int
+    plan: AveragePlan, opened: Sequence[Checkpoint], files: Sequence[LaidFile], num_shares: int
 ) -> Filling:
     """Share the work of a plan."""
     num_averaged = sum(w != 0.0 for w in plan.weights.numerators)

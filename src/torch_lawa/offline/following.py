@@ -16,9 +16,9 @@ from torch_lawa.offline.digests import hash_files
 from torch_lawa.offline.engine import Meter, Stopped, default_threads, run
 from torch_lawa.offline.filling import Filling, check_same
 from torch_lawa.offline.meeting import Meeting, find_meetings
+from torch_lawa.offline.output_files import SafetensorsSink
 from torch_lawa.offline.peers import Peer
 from torch_lawa.offline.team import PATIENCE, Team
-from torch_lawa.offline.writing import SafetensorsSink
 
 __all__ = ["follow"]
 

@@ -129,7 +129,7 @@ def test_under_ddp_every_rank_holds_everything_and_one_saves() -> None:
 
 def test_the_constants_give_back_what_was_measured() -> None:
     """Four swaps at k = 6 within 3 %, and the copy on the GPU of the larger model."""
-    record = Path(__file__).parents[3] / RECORD / "raw.jsonl"
+    record = Path(__file__).parents[4] / RECORD / "raw.jsonl"
     rows = [json.loads(line) for line in record.read_text().splitlines()]
     swaps = [row for row in rows if row["kind"] == "swap"]
     assert len(swaps) == 4

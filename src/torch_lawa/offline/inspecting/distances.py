@@ -1,4 +1,4 @@
-"""By how much two pieces of raw bytes differ: float64 sums for floats, exact for the rest.
+"""The difference of two pieces of raw bytes: float64 sums for floats, exact for integers.
 
 The sums are over values that are finite on both sides; NaN and Inf are counted instead.
 """
@@ -28,7 +28,7 @@ _INTEGERS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Sums:
-    """What is known of the difference of values `a` and `b`; parts add up.
+    """Sums over values `a` and `b` and their difference; the sums of parts can be added.
 
     Values of one dtype differ where their bits do, those of two dtypes where their values do.
     """
@@ -44,7 +44,7 @@ class Sums:
 
     @staticmethod
     def total(parts: Sequence["Sums"]) -> "Sums":
-        """All of them together; summed exactly, so that their order does not matter.
+        """The sums over all parts; added exactly, so that their order does not matter.
 
         >>> Sums.total([Sums(1, 2.0, dd=4.0), Sums(2, 1.0, dd=1.0)]).dd
         5.0
@@ -62,7 +62,7 @@ class Sums:
 
     @property
     def relative(self) -> float | None:
-        """The L2 norm of the difference over that of `a`; None where `a` is zero and `b` is not."""
+        """The L2 norm of the difference over that of `a`; None if `a` is zero and `b` is not."""
         if self.dd == 0.0:
             return 0.0
         found = math.sqrt(self.dd) / math.sqrt(self.aa) if self.aa else math.inf
@@ -70,7 +70,7 @@ class Sums:
 
     @property
     def cosine(self) -> float | None:
-        """The cosine of the angle between them; None where one is zero."""
+        """The cosine similarity; None if one is zero."""
         size = math.sqrt(self.aa) * math.sqrt(self.bb)
         if not size or not math.isfinite(size):
             return None
@@ -78,7 +78,7 @@ class Sums:
 
 
 def comparable(a: str, b: str) -> bool:
-    """Whether values of these dtypes can be told apart value by value.
+    """Whether values of these two dtypes can be compared.
 
     >>> comparable("BF16", "F32"), comparable("I64", "F32")
     (True, False)
@@ -88,7 +88,7 @@ def comparable(a: str, b: str) -> bool:
 
 
 class PieceDifference:
-    """Compares pieces of up to `length` values; the scratch memory is made once.
+    """Compares pieces of up to `length` values; allocates its scratch memory once.
 
     >>> a, b = (np.array(x, np.float32).view(np.uint8) for x in ([3.0, 4.0], [3.0, 4.5]))
     >>> found = PieceDifference(2).compare(a, "F32", b, "F32")
@@ -103,7 +103,7 @@ class PieceDifference:
         self._words = np.empty(length, np.uint32)
 
     def compare(self, a: Bytes, code_a: str, b: Bytes, code_b: str) -> Sums:
-        """The sums of the same values of two checkpoints, whose dtypes must be `comparable`."""
+        """The sums over the same piece of two checkpoints, whose dtypes must be `comparable`."""
         kind = DTYPES[code_a].kind
         if kind == "exact":
             return _compare_integers(a.view(_INTEGERS[code_a]), b.view(_INTEGERS[code_b]))
@@ -113,14 +113,14 @@ class PieceDifference:
             num_differing = int(np.count_nonzero(a.view(words) != b.view(words)))
         if kind == "opaque":
             return Sums(num_differing)
-        with np.errstate(all="ignore"):  # NaN and Inf are values like others here
+        with np.errstate(all="ignore"):  # NaN and Inf are expected here
             x, y = self._decode(a, code_a, self._a), self._decode(b, code_b, self._b)
             if code_a != code_b:
                 num_differing = int(np.count_nonzero((x != y) & ~(np.isnan(x) & np.isnan(y))))
             return self._sum(x, y, num_differing, 2 if kind == "complex" else 1)
 
     def _decode(self, raw: Bytes, code: str, out: Doubles) -> Doubles:
-        """Values as float64, in their order: two dtypes may be compared."""
+        """The values as float64, so that two dtypes can be compared."""
         if code in _FLOATS:
             values = raw.view(_FLOATS[code])
         elif code == "BF16":  # the upper half of a float32
@@ -134,7 +134,7 @@ class PieceDifference:
         return out[: len(values)]
 
     def _sum(self, x: Doubles, y: Doubles, num_differing: int, parts: int) -> Sums:
-        """`parts` real numbers make a value: a complex one is not finite if either part is not."""
+        """`parts` real numbers make a value: a complex one is finite if both parts are."""
         nan, inf = (0, 0), (0, 0)
         aa, bb = self._dot(x, x), self._dot(y, y)
         if not math.isfinite(aa + bb):
@@ -161,11 +161,11 @@ class PieceDifference:
 
 
 def _compare_integers(x: Any, y: Any) -> Sums:
-    """Exact: also where integers are too large for a float64."""
+    """Exact, also for integers that float64 cannot represent."""
     wide = np.uint64 if x.dtype == np.uint64 else np.int64
     unequal = x != y
     a, b = x[unequal].astype(wide), y[unequal].astype(wide)
-    # Wraps around where a difference does not fit, and so back to what it is.
+    # Unsigned subtraction wraps around to the right result.
     gaps = np.maximum(a, b).astype(np.uint64) - np.minimum(a, b).astype(np.uint64)
     fx, fy, fd = x.astype(np.float64), y.astype(np.float64), gaps.astype(np.float64)
     return Sums(

@@ -1,13 +1,12 @@
-"""Follow a live run: keep the k latest checkpoints, write a new average when one has landed.
+"""Follow a live run: keep its k latest checkpoints and write a new average for each new one.
 
-Averages are made from the window's own folder and from nowhere else, so what the trainer deletes
-meanwhile changes nothing.
+Averages are made only from the window's own folder, so the trainer may delete its checkpoints.
 """
 
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,29 +14,28 @@ from typing import Any
 from torch_lawa.checkpoints.find.select import Discovery, select
 from torch_lawa.checkpoints.storage.atomic import clear_stale, publish, remove
 from torch_lawa.checkpoints.storage.paths import LocalPlace
-from torch_lawa.coefficients import Coefficients, name_coefficients, parse_coefficients
 from torch_lawa.errors import ConfigError, FormatError, LawaError, OutputError
-from torch_lawa.mean.dtypes import parse_dtype
-from torch_lawa.offline.average import Result, average_checkpoints
+from torch_lawa.offline.average import Result, run_average
 from torch_lawa.offline.engine import Meter, Stopped
-from torch_lawa.offline.intake import Intake
-from torch_lawa.offline.live_run import LiveRun, Target
+from torch_lawa.offline.options import DEFAULTS, AverageOptions
 from torch_lawa.offline.plan import PlannedInput, plan_found
-from torch_lawa.offline.snapshots import digest
-from torch_lawa.offline.window_folder import WindowFolder
+from torch_lawa.offline.watching.admission import Admission
+from torch_lawa.offline.watching.checkpoint_files import digest
+from torch_lawa.offline.watching.live_run import LiveRun, WatchTarget
+from torch_lawa.offline.watching.window_folder import WindowFolder
 
 __all__ = ["Averaged", "Watcher", "watch_run"]
 
 
 @dataclass(frozen=True)
 class Averaged:
-    """An average that was written, and of what."""
+    """An average that was written, and its checkpoints."""
 
     inputs: tuple[PlannedInput, ...]
     result: Result
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The same as JSON values."""
         newest = self.inputs[-1]
         inputs = [{"step": i.step, "epoch": i.epoch, "weight": i.weight} for i in self.inputs]
         made = {"step": newest.step, "epoch": newest.epoch, "inputs": inputs}
@@ -49,23 +47,19 @@ def watch_run(
     output: str | os.PathLike[str],
     *,
     k: int = 6,
-    coefficients: Coefficients | str = "uniform",
-    dtype: str | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    key: str | None = None,
     poll: float = 10.0,
     settle: float | None = None,
     once: bool = False,
+    options: AverageOptions = DEFAULTS,
     on_average: Callable[[Averaged], None] = lambda averaged: None,
     on_message: Callable[[str], None] = lambda text: None,
     stop: threading.Event | None = None,
 ) -> None:
-    """Write the average of the k latest checkpoints of `run`, again for each that lands.
+    """Write the average of the k latest checkpoints of `run`, and a new one for each that appears.
 
-    Looks every `poll` seconds until `stop` is set; `once` takes what is there and returns. A
-    checkpoint must not have changed for `settle` seconds (twice `poll`, unless given). `{step}` in
-    `output` keeps every average; otherwise the one is replaced, whole, each time.
+    Polls every `poll` seconds until `stop` is set; with `once`, takes what exists and returns. A
+    checkpoint is taken when it has not changed for `settle` seconds (default: twice `poll`). With
+    `{step}` in `output` every average is kept; otherwise each replaces the last one atomically.
 
     >>> import tempfile, torch
     >>> from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
@@ -81,32 +75,28 @@ def watch_run(
     """
     stop = stop or threading.Event()
     if not poll > 0:
-        raise ConfigError(f"poll={poll}: give the seconds between two looks.")
+        raise ConfigError(f"poll={poll}: give a number of seconds greater than 0.")
     settle = 2 * poll if settle is None else settle
     with Watcher(
         run,
         output,
         k=k,
-        coefficients=coefficients,
-        dtype=dtype,
-        include=include,
-        exclude=exclude,
-        key=key,
         settle=settle,
         once=once,
+        options=options,
         on_average=on_average,
         on_message=on_message,
         stop=stop,
     ) as watcher:
-        watcher.look()
+        watcher.poll()
         if once and watcher.settling and not stop.wait(settle + 0.01):
-            watcher.look()
+            watcher.poll()
         while not once and not stop.wait(poll):
-            watcher.look()
+            watcher.poll()
 
 
 class Watcher:
-    """What `watch_run` does, one look at a time."""
+    """What `watch_run` does, one poll at a time."""
 
     def __init__(
         self,
@@ -114,13 +104,9 @@ class Watcher:
         output: str | os.PathLike[str],
         *,
         k: int = 6,
-        coefficients: Coefficients | str = "uniform",
-        dtype: str | None = None,
-        include: Sequence[str] = (),
-        exclude: Sequence[str] = (),
-        key: str | None = None,
         settle: float = 20.0,
         once: bool = False,
+        options: AverageOptions = DEFAULTS,
         on_average: Callable[[Averaged], None] = lambda averaged: None,
         on_message: Callable[[str], None] = lambda text: None,
         stop: threading.Event | None = None,
@@ -128,27 +114,22 @@ class Watcher:
     ) -> None:
         if k < 1 or not settle >= 0:
             raise ConfigError(f"k={k}, settle={settle}: k is at least 1, settle at least 0.")
-        rule = parse_coefficients(coefficients) if isinstance(coefficients, str) else coefficients
-        rule.weights(k)  # a list of weights must fit k
-        self._how: dict[str, Any] = {
-            "rule": rule,
-            "name": name_coefficients(rule),
-            "dtype": None if dtype is None else parse_dtype(dtype),
-            "include": tuple(include),
-            "exclude": tuple(exclude),
-            "key": key,
-        }
+        options.rule.weights(k)  # explicit weights must match k
+        self._options = options
         self._k, self._settle, self._once = k, settle, once
         self._on_average, self._say, self._clock = on_average, on_message, clock
         self._stop = stop or threading.Event()
         self._said: set[str] = set()
-        self._trouble = "", 0.0  # and since when
-        self._failed = self._hopeless = ""  # windows: no average yet, and none at all
-        live, self._target = LiveRun(os.fspath(run), key=key), Target(os.fspath(output))
+        self._trouble = "", 0.0  # an error, and since when
+        self._failed = self._hopeless = ""  # windows to average again, and not to
+        live, self._target = (
+            LiveRun(os.fspath(run), key=options.key),
+            WatchTarget(os.fspath(output)),
+        )
         self._target.refuse_inside(live)
         self._each = self._target.keeps_all and not once
         self._window = WindowFolder(self._target.window, run=live.anchor, k=k)
-        self._intake = Intake(
+        self._admission = Admission(
             live,
             self._window,
             k=k,
@@ -172,14 +153,14 @@ class Watcher:
 
     @property
     def settling(self) -> bool:
-        """Whether there is a checkpoint that has still to prove that it is complete."""
-        return self._intake.settling
+        """Whether a checkpoint is due that may still be incomplete."""
+        return self._admission.settling
 
-    def look(self) -> None:
-        """Take what has landed and settled; average the window if that is new."""
+    def poll(self) -> None:
+        """Take new complete checkpoints, and average the window if it has changed."""
         try:
-            self._intake.look()
-            while not self._stop.is_set() and self._intake.take_next():
+            self._admission.poll()
+            while not self._stop.is_set() and self._admission.take_next():
                 if self._each:
                     self._average()
         except Stopped:
@@ -200,12 +181,12 @@ class Watcher:
         if state.snapshots:
             numbers = f"{state.snapshots[0].label} to {state.snapshots[-1].label}"
             count = f"{len(state.snapshots)} of {self._k}"
-            self._say(f"going on with {self._window.folder} ({count}, {numbers})")
+            self._say(f"resuming from {self._window.folder} ({count}, {numbers})")
             if not self._target.path(state.snapshots[-1].number).exists():
                 self._window.state = replace(state, averaged="")
 
     def _note_trouble(self, text: str) -> None:
-        """Say what stays wrong; a file that went while it was looked at is no trouble."""
+        """Report an error that persists; a file deleted during a poll is none."""
         if self._trouble[0] != text:
             self._trouble = text, self._clock()
         waiting = not (self._window.state.snapshots or self._said)
@@ -219,18 +200,18 @@ class Watcher:
 
     def _average(self) -> None:
         state = self._window.state
-        window = digest([repr(self._how), [(s.number, s.weights) for s in state.snapshots]])
+        window = digest([repr(self._options), [(s.number, s.weights) for s in state.snapshots]])
         if len(state.snapshots) < self._k or window in (state.averaged, self._hopeless):
             return
         newest = state.snapshots[-1]
         path = self._target.path(newest.number)
         try:
             if self._target.keeps_all and path.exists() and newest.number > state.left_at:
-                self._say(f"{newest.label}: {path} exists already and is not made again")
+                self._say(f"{newest.label}: {path} already exists and is not written again")
                 averaged = None
             else:
                 averaged = self._make(path)
-                if averaged is None:  # a snapshot changed: the next look drops it
+                if averaged is None:  # a checkpoint changed: the next poll drops it
                     return
             self._window.commit(replace(state, averaged=window))
         except Stopped:
@@ -245,9 +226,11 @@ class Watcher:
 
     def _note_failure(self, error: Exception, label: str, window: str) -> None:
         may_pass = isinstance(error, OSError | OutputError)  # a full disk, a lost mount
-        again = "at every look" if may_pass else "with the next checkpoint"
+        again = "at the next poll" if may_pass else "with the next checkpoint"
         if window != self._failed:
-            self._say(f"{label}: no average: {error} The window is kept; tried again {again}.")
+            self._say(
+                f"{label}: no average was written: {error} The window is kept; retrying {again}."
+            )
         self._failed, self._hopeless = window, "" if may_pass else window
 
     def _make(self, path: Path) -> Averaged | None:
@@ -256,14 +239,14 @@ class Watcher:
         found = tuple(self._window.found(s) for s in state.snapshots)
         by: Any = state.by
         notes = select(Discovery(found, by, is_run=True), last=self._k).notes
-        plan = plan_found(found, LocalPlace(path), notes=notes, overwrite=True, **self._how)
+        plan = plan_found(found, LocalPlace(path), self._options, notes=notes, overwrite=True)
         for note in plan.notes:
             self._say_once(note, "note: ")
-        # Aside first, so that nothing made from bytes that changed takes the name.
+        # Written beside the window first, so that no mean of changed bytes is published.
         aside = self._window.made / path.name
         output = replace(plan.output, place=LocalPlace(aside))
         try:
-            result = average_checkpoints(replace(plan, output=output), meter=_Meter(self._stop))
+            result = run_average(replace(plan, output=output), meter=_Meter(self._stop))
         except FormatError:
             if self._window.changed():
                 return None
@@ -278,7 +261,7 @@ class Watcher:
 
 
 class _Meter(Meter):
-    """Stops the work between two pieces once the watch is to end."""
+    """Stops the work between two pieces when the watch ends."""
 
     def __init__(self, stop: threading.Event) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,13 @@ from safetensors.torch import save_file
 
 from torch_lawa.checkpoints.formats.base import Progress
 from torch_lawa.errors import ConfigError, FormatError
-from torch_lawa.offline import average_checkpoints, plan_average
-from torch_lawa.offline.inspection import Inspection, Run, inspect, inspect_checkpoint
+from torch_lawa.offline import AverageOptions, average_checkpoints
+from torch_lawa.offline.inspecting.inspection import (
+    Inspection,
+    RunInspection,
+    inspect_checkpoint,
+    inspect_path,
+)
 
 STATE = {
     "emb": torch.randn(5, 4).bfloat16(),
@@ -100,11 +106,11 @@ def test_shards(tmp_path: Path) -> None:
     assert list(one.tensors) == ["block.w"]
 
 
-def averaged(tmp_path: Path, output: Path, **how: object) -> Inspection:
+def averaged(tmp_path: Path, output: Path, **how: Any) -> Inspection:
     for step in (10, 20):
         save_file(STATE, tmp_path / f"step_{step}.safetensors")
     inputs = [tmp_path / f"step_{step}.safetensors" for step in (10, 20)]
-    average_checkpoints(plan_average(inputs, output, weights=[1, 3], **how))  # type: ignore[arg-type]
+    average_checkpoints(inputs, output, weights=[1, 3], options=AverageOptions(**how))
     return inspect_checkpoint(output)
 
 
@@ -167,8 +173,8 @@ def test_a_run(tmp_path: Path) -> None:
     torch.save(STATE, folder / "step_1500.pt")
     (folder / "step_2000.safetensors").write_bytes(b"half")
     save_file(STATE, folder / "best.safetensors")
-    found = inspect(folder)
-    assert isinstance(found, Run)
+    found = inspect_path(folder)
+    assert isinstance(found, RunInspection)
     assert [each.step for each in found.found] == [500, 1000, 1500, 2000]
     assert found.sizes == (108, 108, 108, None)
     assert found.formats[:3] == ("safetensors", "safetensors", "PyTorch file")
@@ -190,20 +196,20 @@ def test_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "kind"),
     [
-        (lambda folder: folder / "step_*.safetensors", Run),
+        (lambda folder: folder / "step_*.safetensors", RunInspection),
         (lambda folder: folder / "step_5*.safetensors", Inspection),
         (lambda folder: folder / "step_500.safetensors", Inspection),
     ],
 )
 def test_patterns(tmp_path: Path, make: Callable[[Path], Path], kind: type) -> None:
-    assert type(inspect(make(run_of(tmp_path)))) is kind
+    assert type(inspect_path(make(run_of(tmp_path)))) is kind
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="no such file or folder"):
-        inspect(tmp_path / "nothing")
+        inspect_path(tmp_path / "nothing")
     with pytest.raises(ConfigError, match=r"2 checkpoints \(step 500, step 1000\)"):
         inspect_checkpoint(run_of(tmp_path))
     (tmp_path / "readme.txt").touch()
     with pytest.raises(FormatError, match="not a checkpoint by its name"):
-        inspect(tmp_path / "readme.txt")
+        inspect_path(tmp_path / "readme.txt")

@@ -1,4 +1,4 @@
-"""Where a result goes and how it is laid out."""
+"""What the output will consist of: its format, its files, the tensors in each."""
 
 import os
 from collections.abc import Sequence
@@ -17,17 +17,18 @@ from torch_lawa.checkpoints.formats.sharded_layout import (
 from torch_lawa.checkpoints.storage.paths import LocalPlace, Place
 from torch_lawa.errors import ConfigError, OutputError
 from torch_lawa.offline.matching import PlannedTensor
+from torch_lawa.offline.options import AverageOptions
 
 __all__ = ["Output", "Shard", "plan_output", "side_files"]
 
-# Beside the weights, what `from_pretrained` may want; the state of the run is not among it.
+# Files that `from_pretrained` may need beside the weights, but not the state of the run.
 _COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 _NOT_COPIED = ("trainer_state.json", "lawa.json")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A safetensors file of the output and the tensors in it, in order."""
+    """One safetensors file of the output and its tensors, in order."""
 
     file: str
     tensors: tuple[PlannedTensor, ...]
@@ -35,13 +36,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class Output:
-    """What will be written where."""
+    """What will be written, and where."""
 
     place: Place
     kind: Literal["safetensors", "torch", "distributed"]
     is_folder: bool
     shards: tuple[Shard, ...]
-    index: str | None  # the file that says which shard has what
+    index: str | None  # name of the file that maps tensors to shards
     copied: tuple[Place, ...]
     nested_under: str  # the key that holds the weights in a PyTorch file or DCP folder
     overwrite: bool
@@ -53,12 +54,12 @@ class Output:
 
     @property
     def space(self) -> int:
-        """Bytes of disk that are needed while it is made: twice where PyTorch writes it."""
+        """Bytes of disk needed while it is written: twice its size where PyTorch writes it."""
         copied = sum(place.size for place in self.copied)
         return self.num_bytes * (1 if self.kind == "safetensors" else 2) + copied
 
     def describe(self) -> str:
-        """For people: what it will be."""
+        """The format in words."""
         if self.kind == "torch":
             return "PyTorch file"
         if self.kind == "distributed":
@@ -72,31 +73,36 @@ def plan_output(
     place: Place,
     checkpoints: Sequence[Checkpoint],
     tensors: Sequence[PlannedTensor],
+    options: AverageOptions,
     *,
-    layout: Layout | None,
-    max_shard_size: int | None,
     overwrite: bool,
 ) -> Output:
-    """Decide the layout: what was asked for, else that of the newest input."""
-    newest = checkpoints[-1]
+    """Decide the layout: the one in `options`, else that of the newest input."""
+    newest, layout, max_shard_size = checkpoints[-1], options.layout, options.max_shard_size
     is_file = place.suffix in (".safetensors", *TORCH_SUFFIXES)
     if is_file and layout not in (None, "single"):
         raise ConfigError(
-            f"{place}: names one file, and the layout {layout!r} needs a folder; give a name "
+            f"{place}: this names one file, but --layout {layout} needs a folder. Give a name "
             "without a suffix."
         )
     chosen: Layout = "single" if is_file else layout or newest.layout
     if layout is None and max_shard_size is not None and not is_file:
         chosen = "sharded"
     if max_shard_size is not None and chosen != "sharded":
-        raise ConfigError(f"a size of shards was given, and {place} will not have any.")
+        raise ConfigError(
+            f"--max-shard-size was given, but {place} will have no shards. Leave it out, or give "
+            "a folder and --layout sharded."
+        )
     kind: Literal["safetensors", "torch", "distributed"] = "safetensors"
     if is_file and place.suffix != ".safetensors":
         kind = "torch"
     elif chosen == "distributed":
         kind = "distributed"
     if kind != "safetensors" and not place.local:
-        raise ConfigError(f"{place}: only safetensors can be written to a URL.")
+        raise ConfigError(
+            f"{place}: only safetensors can be written to a URL. Write to a path and upload it, or "
+            "use --layout single or sharded."
+        )
     shards = _shards(place, newest, tensors, chosen if kind == "safetensors" else "single",
                      max_shard_size, is_file)  # fmt: skip
     _refuse_clashes(place, checkpoints, overwrite)
@@ -142,7 +148,7 @@ def _target(tensor: PlannedTensor) -> TensorSpec:
 
 
 def _stem(newest: Checkpoint) -> str:
-    """`model`, or the name the weights of such a folder must have to be found again."""
+    """`model`, or the name that libraries expect of this kind of weights."""
     name = newest.files[0].name if newest.files else ""
     for known in ("adapter_model", "diffusion_pytorch_model"):
         if name.startswith(known):
@@ -151,7 +157,7 @@ def _stem(newest: Checkpoint) -> str:
 
 
 def side_files(newest: Checkpoint) -> list[Place]:
-    """The files beside the weights that a result in a folder gets copies of."""
+    """The files beside the weights that are copied into an output folder."""
     folder = newest.place
     if not folder.is_folder():
         if folder.name not in WEIGHTS:
@@ -174,33 +180,34 @@ def _refuse_clashes(place: Place, checkpoints: Sequence[Checkpoint], overwrite: 
             theirs = _resolved(part)
             if theirs == ours or theirs.startswith(ours + "/") or ours.startswith(theirs + "/"):
                 raise OutputError(
-                    f"{place}: is, holds or lies in the input {checkpoint.place}; write elsewhere."
+                    f"{place}: the output is, contains or is inside the input {checkpoint.place}. "
+                    "Write elsewhere."
                 )
     if isinstance(place, LocalPlace):
         _refuse_odd(place)
     if not place.exists():
         return
     if not overwrite:
-        raise OutputError(f"{place}: exists already. Pass --overwrite to replace it.")
-    # In a bucket nothing but weights is ever removed.
+        raise OutputError(f"{place}: already exists. Pass --overwrite to replace it.")
+    # On a server nothing but weights is ever removed.
     other = place.local and place.is_folder() and bool(place.children())
     if other and not is_checkpoint_folder(place):
         raise OutputError(
-            f"{place}: is a folder with other things than a checkpoint in it, which replacing it "
-            "would remove. Write elsewhere, or remove it yourself."
+            f"{place}: this folder contains more than a checkpoint, and --overwrite would remove "
+            "all of it. Write elsewhere, or remove the folder yourself."
         )
 
 
 def _refuse_odd(place: LocalPlace) -> None:
-    """What no `--overwrite` may replace, such as /dev/null, and what nothing can be put into."""
+    """Refuse what `--overwrite` must not replace, such as /dev/null, and parents that are files."""
     if os.path.lexists(place.path) and not place.exists():
         raise OutputError(
-            f"{place}: is neither a file nor a folder (a device, or a link that leads nowhere); "
-            "write elsewhere."
+            f"{place}: this is neither a file nor a folder (a device, or a broken link). Write "
+            "elsewhere."
         )
     above = next((p for p in place.path.parents if os.path.lexists(p)), None)
     if above is not None and not above.is_dir():
-        raise OutputError(f"{place}: {above} is not a folder; write elsewhere.")
+        raise OutputError(f"{place}: {above} is not a folder. Write elsewhere.")
 
 
 def _resolved(place: Place) -> str:

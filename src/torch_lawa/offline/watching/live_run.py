@@ -1,4 +1,4 @@
-"""The two ends of a watch: a run whose checkpoints come and go, and where its averages go."""
+"""The input and the output of a watch: a run whose checkpoints come and go, and a target path."""
 
 import os
 import re
@@ -11,13 +11,13 @@ from torch_lawa.checkpoints.formats.base import Progress
 from torch_lawa.checkpoints.storage.paths import LocalPlace, is_url, parse_place
 from torch_lawa.errors import ConfigError, FormatError, OutputError
 
-__all__ = ["LiveRun", "Target"]
+__all__ = ["LiveRun", "WatchTarget"]
 
 _STEP = "{step}"
 
 
 class LiveRun:
-    """The checkpoints of a run's folder or a pattern, as they are at the moment of asking."""
+    """The checkpoints of a run's folder or a pattern, as they are now."""
 
     def __init__(self, text: str, *, key: str | None = None) -> None:
         self.text, self.key, self.place = text, key, parse_place(text)
@@ -25,7 +25,7 @@ class LiveRun:
 
     @property
     def anchor(self) -> str:
-        """What it is called in the window: the same from every folder, for every pattern in it."""
+        """Its name in the window's manifest: absolute, the same for all patterns in a folder."""
         if not isinstance(self.place, LocalPlace):
             return re.split(r"/[^/]*[*?[]", self.text)[0] if self.is_pattern else self.text
         parts = self.place.path.parts
@@ -35,24 +35,24 @@ class LiveRun:
         return str(Path(*parts).resolve())
 
     def discover(self) -> Discovery:
-        """What is there now, by step or epoch."""
+        """The checkpoints that exist now, by step or epoch."""
         if not self.is_pattern and not self.place.exists():
-            raise FormatError(f"{self.place}: is not there yet.")
+            raise FormatError(f"{self.place}: does not exist yet.")
         discovery = discover([self.text], key=self.key)
         if not discovery.is_run and not self.is_pattern and self.place.is_folder():
             discovery = self._only_one(discovery)
         if discovery.ordered_by == "given":
             raise FormatError(
-                f"{self.text}: no step or epoch in the name or contents of {discovery.found[0]}, "
-                "so the order is not known."
+                f"{self.text}: no step or epoch in the name or contents of "
+                f"{discovery.found[0].place}, so the order is unknown."
             )
         return discovery
 
     def _only_one(self, discovery: Discovery) -> Discovery:
-        """The first checkpoint of a run; discovery may have taken the run's name for its."""
+        """The only checkpoint of a run; discovery may have taken the run's name for its name."""
         contents = examine_run(self.place)
         if not contents.entries:
-            raise FormatError(f"{self.place}: is one checkpoint; give the folder of its run.")
+            raise FormatError(f"{self.place}: this is one checkpoint. Give the folder of its run.")
         entry, progress = contents.entries[0], contents.progress[0]
         if progress != Progress():
             by = "epoch" if progress.step is None else "step"
@@ -60,13 +60,13 @@ class LiveRun:
             return Discovery((found,), by, is_run=True)  # type: ignore[arg-type]
         if parse_name(self.place.name) != Progress():
             raise FormatError(f"{entry.place}: no step or epoch in its name.")
-        return discovery  # it was opened to learn its step
+        return discovery  # its step was read from its contents
 
 
-class Target:
-    """Where averages go: one path, or one a step.
+class WatchTarget:
+    """Where averages are written: one path, or one path per step.
 
-    >>> target = Target("averages/{step}.safetensors")
+    >>> target = WatchTarget("averages/{step}.safetensors")
     >>> target.path(700).as_posix(), target.window.as_posix()
     ('averages/700.safetensors', 'averages/step.safetensors.window')
     """
@@ -74,7 +74,8 @@ class Target:
     def __init__(self, text: str) -> None:
         if is_url(text) and not text.startswith("file://"):
             raise ConfigError(
-                f"{text}: a watch keeps links beside its output; give a path, and upload from it."
+                f"{text}: a watch keeps hard links beside its output, so the output must be a "
+                "path, not a URL. Write to a path and upload from there."
             )
         self._path = Path(os.path.expanduser(text.removeprefix("file://")))
         self.keeps_all = _STEP in text
@@ -88,11 +89,11 @@ class Target:
         return str(self._path)
 
     def path(self, number: int) -> Path:
-        """Where the average goes whose newest checkpoint has this step (or epoch)."""
+        """The path of the average whose newest checkpoint has this step (or epoch)."""
         return Path(str(self._path).replace(_STEP, str(number)))
 
     def refuse_inside(self, run: LiveRun) -> None:
-        """Averages must not be taken for checkpoints."""
+        """Refuse an output inside the run, where averages would be read as checkpoints."""
         if not isinstance(run.place, LocalPlace):
             return
         ours = self._first.resolve()
@@ -103,14 +104,15 @@ class Target:
             clash = ours == folder or folder in ours.parents
         if clash or ours in folder.parents:
             raise OutputError(
-                f"{self}: lies in the run {run.text}, where it would be taken for a checkpoint. "
-                f"Write beside it, such as to {folder.with_name(folder.name + '-averaged')}."
+                f"{self}: this is inside the run {run.text}, where an average would be read as a "
+                f"checkpoint. Write beside the run, such as to "
+                f"{folder.with_name(folder.name + '-averaged')}."
             )
 
     def refuse_existing(self) -> None:
-        """What was there before the first watch is not ours to replace."""
+        """Refuse to replace what existed before the first watch."""
         if not self.keeps_all and self._path.exists():
             raise OutputError(
-                f"{self}: exists already, and not from a watch of this run. Remove it, or write "
-                "elsewhere."
+                f"{self}: already exists, and was not written by a watch of this run. Remove it, "
+                "or write elsewhere."
             )

@@ -1,8 +1,8 @@
 """Which checkpoints of a live run are taken into the window, and when.
 
-They are taken in order, none while it is still being written and none before an older one. A run
-may go back: what is written after a checkpoint of a greater step leaves that one on an abandoned
-branch.
+They are taken in order of their steps, each once it is complete. A run may go back to an earlier
+step: a checkpoint that is written after one with a greater step leaves that one on an abandoned
+branch, and it no longer counts.
 """
 
 import contextlib
@@ -13,18 +13,18 @@ from dataclasses import replace
 from torch_lawa.checkpoints.find.select import Found
 from torch_lawa.checkpoints.find.step_names import few
 from torch_lawa.errors import ConfigError, FormatError, LawaError
-from torch_lawa.offline.live_run import LiveRun
-from torch_lawa.offline.snapshots import Source, inspect, signature_of
-from torch_lawa.offline.window_folder import Snapshot, WindowFolder
+from torch_lawa.offline.watching.checkpoint_files import LiveCheckpoint, open_live, signature_of
+from torch_lawa.offline.watching.live_run import LiveRun
+from torch_lawa.offline.watching.window_folder import KeptCheckpoint, WindowFolder
 
-__all__ = ["Intake"]
+__all__ = ["Admission"]
 
 
-class Intake:
-    """Looks at the run, remembers since when each checkpoint is unchanged, takes what is due.
+class Admission:
+    """Polls the run, tracks since when each checkpoint is unchanged, and takes those that are due.
 
-    `each`: every checkpoint passes through the window. Otherwise just the newest count, where many
-    landed at once.
+    With `each`, every checkpoint passes through the window; otherwise, if many appear at once, only
+    the newest k are taken.
     """
 
     def __init__(
@@ -42,28 +42,30 @@ class Intake:
         self._run, self._window, self._k, self._each = run, window, k, each
         self._settle, self._say, self._stop, self._clock = settle, say, stop, clock
         self._found: dict[int, Found] = {}
-        self._observed: dict[int, tuple[str, float]] = {}  # signature, and since when
+        self._observed: dict[
+            int, tuple[str, float]
+        ] = {}  # signature, and the time it was first seen
         self._broken: dict[int, str] = {}
         self._by = ""
-        self._newest = -1  # of the window, before this look
+        self._newest = -1  # number of the newest in the window before this poll
 
     @property
     def settling(self) -> bool:
-        """Whether something is wanted that has still to prove that it is complete."""
+        """Whether a checkpoint is due that may still be incomplete."""
         return any(not self._is_settled(n) for n in self._wanted(self._eligible()))
 
-    def look(self) -> None:
-        """See what is there."""
+    def poll(self) -> None:
+        """List the checkpoints that exist now."""
         self._newest = max((s.number for s in self._window.state.snapshots), default=-1)
         self._drop_changed()
         discovery = self._run.discover()
         by = self._window.state.by
         if by not in ("", discovery.ordered_by):
             raise FormatError(
-                f"{self._run.text}: its checkpoints were ordered by {by}, and now just by "
-                f"{discovery.ordered_by}; the window cannot go on."
+                f"{self._run.text}: the checkpoints were ordered by {by}, and now only by "
+                f"{discovery.ordered_by}, so the window cannot be continued."
             )
-        if not self._by:  # the first look; what is left out later on is mostly half-written
+        if not self._by:  # only the first time: later, files left out are mostly incomplete
             for note in discovery.notes:
                 self._say(f"note: {note}")
         self._by = discovery.ordered_by
@@ -78,17 +80,17 @@ class Intake:
             self._observed[number] = (signature, known[1] if known[0] == signature else now)
 
     def take_next(self) -> bool:
-        """Take the next that is due; False where there is none (yet)."""
+        """Take the next checkpoint that is due; False if there is none yet."""
         eligible = self._eligible()
         blocking = next((n for n in self._wanted(eligible) if not self._is_settled(n)), None)
         wanted = self._wanted([n for n in eligible if blocking is None or n < blocking])
-        return bool(wanted) and self._is_settled(wanted[0]) and self._judge(wanted[0])
+        return bool(wanted) and self._is_settled(wanted[0]) and self._consider(wanted[0])
 
     def _is_settled(self, number: int) -> bool:
         return self._clock() - self._observed[number][1] >= self._settle
 
     def _eligible(self) -> list[int]:
-        """What may be taken: not what is too old, of an abandoned branch, or broken."""
+        """Checkpoints that may be taken: not too old, on an abandoned branch or unreadable."""
         state = self._window.state
         ruled_out = (state.passed, state.abandoned, self._broken)
         return sorted(
@@ -98,7 +100,7 @@ class Intake:
         )
 
     def _wanted(self, eligible: list[int]) -> list[int]:
-        """What of it is to be taken, in order."""
+        """Those of them to be taken, in order."""
         state = self._window.state
         members = {s.number: s.signature for s in state.snapshots}
         newest = max(members, default=-1)
@@ -109,7 +111,7 @@ class Intake:
             if members.get(n) != self._observed[n][0]
             and (
                 n in latest
-                # Lower, and not known although the window was full: the run may have gone back.
+                # Lower, and new although the window was full: the run may have gone back.
                 or (n < self._newest and state.filled)
                 or (n > newest >= 0 and self._each)
             )
@@ -124,20 +126,20 @@ class Intake:
         self._window.commit(replace(state, snapshots=kept, left_at=left_at))
         for s in changed:
             self._say(
-                f"{s.label}: {self._window.folder / s.folder} changed after it was taken, as when "
-                f"{s.source} is written in place; dropped from the window"
+                f"{s.label}: dropped from the window: {self._window.folder / s.folder} changed "
+                f"after it was taken (was {s.source} written in place?)"
             )
 
-    def _judge(self, number: int) -> bool:
-        """Open a checkpoint and find its place in the window, if any; False: look again first."""
+    def _consider(self, number: int) -> bool:
+        """Open a checkpoint and take it if it belongs in the window; False: poll again first."""
         found, signature = self._found[number], self._observed[number][0]
         try:
-            source = inspect(found, signature, self._run.key)
+            source = open_live(found, signature, self._run.key)
         except (LawaError, PermissionError) as error:
             if isinstance(error, ConfigError) and not found.place.local:
-                raise  # a server's refusal says nothing about the file
+                raise  # an error of the server says nothing about the file
             self._broken[number] = signature
-            self._say(f"{found.label}: skipped, as it cannot be read: {error}")
+            self._say(f"{found.label}: skipped, because it is not readable: {error}")
             return True
         state = self._window.state
         member = next((s for s in state.snapshots if s.number == number), None)
@@ -158,41 +160,41 @@ class Intake:
         labels = [*(s.label for s in left), *(self._found[n].label for n in stranded)]
         if labels:
             self._say(
-                f"{found.label}: written after {few(labels)}: the run went back, so they are no "
-                "longer counted"
+                f"{found.label}: written after {few(labels)}: the run went back to an earlier "
+                "step, so they no longer count"
             )
         if member is None or rewritten:
-            notes = ["written again"] if rewritten else []
-            notes += ["copied: it cannot be linked from here"] if taken.copied else []
+            notes = ["rewritten"] if rewritten else []
+            notes += ["copied, not linked"] if taken.copied else []
             count = f"{len(self._window.state.snapshots)} of {self._k}"
             self._say(f"{found.label}: taken ({', '.join([count, *notes])})")
         return True
 
-    def _stranded(self, source: Source, number: int) -> list[int]:
-        """What was never taken and lies on the branch that the run went back from."""
+    def _stranded(self, source: LiveCheckpoint, number: int) -> list[int]:
+        """Checkpoints on the abandoned branch that were never taken."""
         taken = [s.number for s in self._window.state.snapshots]
         found = []
         for n in self._eligible():
             if n <= number or n in taken:
                 continue
             with contextlib.suppress(LawaError, OSError):
-                other = inspect(self._found[n], "", self._run.key).written
+                other = open_live(self._found[n], "", self._run.key).written
                 if other is not None and source.written is not None and other < source.written:
                     found.append(n)
         return found
 
     def _admit(
         self,
-        taken: Snapshot,
-        others: list[Snapshot],
-        left: list[Snapshot],
+        taken: KeptCheckpoint,
+        others: list[KeptCheckpoint],
+        left: list[KeptCheckpoint],
         stranded: list[int],
         rewritten: bool,
     ) -> None:
         state = self._window.state
         ordered = sorted([*others, taken], key=lambda s: s.number)
         snapshots = tuple(ordered[-self._k :])
-        # Where the run went back, what lies before is the trunk of the new branch.
+        # If the run went back, earlier checkpoints belong to the new branch too.
         passed = {
             n: signature
             for n, signature in state.passed.items()
@@ -218,10 +220,12 @@ class Intake:
         )
 
 
-def _leaves(source: Source, number: int, member: Snapshot | None, other: Snapshot) -> bool:
-    """Whether a checkpoint leaves `other` on a branch that the run has abandoned."""
+def _leaves(
+    source: LiveCheckpoint, number: int, member: KeptCheckpoint | None, other: KeptCheckpoint
+) -> bool:
+    """Whether a checkpoint leaves `other` on an abandoned branch."""
     if other.number <= number or (member is not None and member.weights == source.stamps):
         return False
     if source.written is None or other.written is None:
-        return member is not None  # written again, so what followed the first is void
+        return member is not None  # it was rewritten, so what followed it is outdated
     return source.written > other.written

@@ -13,9 +13,9 @@ from torch_lawa.checkpoints.formats.safetensors import encode_header
 from torch_lawa.errors import ConfigError
 from torch_lawa.mean.dtypes import DTYPES
 from torch_lawa.mean.kernels import PIECE
-from torch_lawa.offline.comparison import compare_checkpoints
-from torch_lawa.offline.difference import Difference
-from torch_lawa.offline.distances import PieceDifference, Sums, comparable
+from torch_lawa.offline.inspecting.comparison import compare_checkpoints
+from torch_lawa.offline.inspecting.difference import Difference
+from torch_lawa.offline.inspecting.distances import PieceDifference, Sums, comparable
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16,
           torch.float8_e4m3fn, torch.float8_e5m2]  # fmt: skip
@@ -218,7 +218,7 @@ def test_threads_change_nothing(tmp_path: Path) -> None:
     a, b = some((5 * PIECE + 17,), torch.float32)
     one, three = (compare(tmp_path, {"w": a}, {"w": b}, threads=n) for n in (1, 3))
     assert one.to_json() == three.to_json()
-    with pytest.raises(ConfigError, match="threads is 0"):
+    with pytest.raises(ConfigError, match="threads=0"):
         compare(tmp_path, {"w": a}, {"w": b}, threads=0)
 
 

@@ -1,37 +1,38 @@
-"""What a checkpoint or a run's folder holds, without reading its values: one to be printed."""
+"""What a checkpoint or the folder of a run contains, without reading the values of tensors."""
 
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch_lawa.checkpoints.find.select import Found, discover
 from torch_lawa.checkpoints.find.step_names import few, parse_name
-from torch_lawa.checkpoints.formats.base import Layout, Progress, TensorSpec
+from torch_lawa.checkpoints.formats.base import Checkpoint, Layout, Progress, TensorSpec
+from torch_lawa.checkpoints.formats.huggingface import read_json
 from torch_lawa.checkpoints.formats.opening import open_checkpoint
 from torch_lawa.checkpoints.provenance import PROVENANCE
 from torch_lawa.checkpoints.storage.paths import Place, parse_place
 from torch_lawa.errors import ConfigError, FormatError, LayoutError
 from torch_lawa.offline.engine import Meter, in_threads
-from torch_lawa.offline.origin import describe_provenance, read_provenance
-from torch_lawa.offline.printing import aligned, labelled, plain, shortened, wrapped
+from torch_lawa.offline.inspecting.text import aligned, labelled, plain, shortened, wrapped
 from torch_lawa.units import format_bytes
 
 __all__ = [
     "DTypeCount",
     "Inspection",
-    "Run",
+    "RunInspection",
     "find_one",
-    "inspect",
     "inspect_checkpoint",
+    "inspect_path",
 ]
 
-_OPENING = 8  # checkpoints of a run that are opened at a time
+_OPENING = 8  # checkpoints of a run that are opened at the same time
 
 
 @dataclass(frozen=True)
 class DTypeCount:
-    """How much of a checkpoint has one dtype."""
+    """The part of a checkpoint that has one dtype."""
 
     num_tensors: int
     num_values: int
@@ -40,22 +41,22 @@ class DTypeCount:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What one checkpoint is and holds."""
+    """The format, files, tensors and metadata of one checkpoint."""
 
     place: Place
     format: str
     layout: Layout
     files: dict[str, int]  # name -> bytes
     tensors: dict[str, TensorSpec]
-    tied: dict[str, str]  # the other names of tied tensors
+    tied: dict[str, str]  # other names of tied tensors -> the name they are stored under
     progress: Progress
     metadata: dict[str, str]
-    provenance: dict[str, Any] | None  # how it was averaged, where it was
+    provenance: dict[str, Any] | None  # how it was averaged, if it was
     notes: tuple[str, ...] = ()
 
     @property
     def num_values(self) -> int:
-        """Parameters and buffers, each once."""
+        """Values of all tensors, tied ones once."""
         return sum(spec.numel for spec in self.tensors.values())
 
     @property
@@ -65,7 +66,7 @@ class Inspection:
 
     @property
     def dtypes(self) -> dict[str, DTypeCount]:
-        """How much there is of each dtype, the most bytes first."""
+        """The tensors, values and bytes of each dtype, most bytes first."""
         specs: dict[str, list[TensorSpec]] = {}
         for spec in self.tensors.values():
             specs.setdefault(spec.dtype, []).append(spec)
@@ -97,12 +98,12 @@ class Inspection:
         lines += labelled("Tied", [plain(f"{name} = {kept}") for name, kept in self.tied.items()])
         entries = [shortened(f"{name}: {value}") for name, value in sorted(self.metadata.items())]
         lines += labelled("Metadata", entries)
-        lines += labelled("Averaged", describe_provenance(self.provenance))
+        lines += labelled("Averaged", _provenance_lines(self.provenance))
         lines += [line for note in self.notes for line in labelled("Note", wrapped(note))]
         return "\n".join(lines)
 
     def list_tensors(self) -> str:
-        """Every tensor on a line."""
+        """One line per tensor."""
         rows = [
             (spec.dtype, str(list(spec.shape)), format_bytes(spec.nbytes), plain(name))
             for name, spec in self.tensors.items()
@@ -110,7 +111,7 @@ class Inspection:
         return "\n".join(aligned([("dtype", "shape", "bytes", "name"), *rows], right={2}))
 
     def to_json(self, *, tensors: bool = False) -> dict[str, Any]:
-        """The same for programs; with every tensor where asked."""
+        """The same as JSON values; with `tensors`, every tensor too."""
         found: dict[str, Any] = {
             "kind": "checkpoint",
             "path": str(self.place),
@@ -145,13 +146,13 @@ class Inspection:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunInspection:
     """The checkpoints of a run's folder or of a pattern, oldest first."""
 
     path: str
     found: tuple[Found, ...]
-    formats: tuple[str, ...]  # of each, or why it cannot be read
-    sizes: tuple[int | None, ...]  # bytes of tensors; None for one that cannot be read
+    formats: tuple[str, ...]  # of each, or why it is not readable
+    sizes: tuple[int | None, ...]  # bytes of tensors; None where it is not readable
     ordered_by: str
     notes: tuple[str, ...] = field(default=())
 
@@ -171,7 +172,7 @@ class Run:
         return "\n".join(lines)
 
     def to_json(self, *, tensors: bool = False) -> dict[str, Any]:
-        """The same for programs; a run lists no tensors."""
+        """The same as JSON values; tensors of a run are not listed."""
         return {
             "kind": "run",
             "path": self.path,
@@ -191,19 +192,21 @@ class Run:
         }
 
 
-def inspect(path: str | os.PathLike[str], key: str | None = None) -> Inspection | Run:
-    """Look at a checkpoint, or at a run's folder or pattern: whichever lies there."""
+def inspect_path(
+    path: str | os.PathLike[str], key: str | None = None
+) -> Inspection | RunInspection:
+    """Inspect a checkpoint, or all checkpoints of a run's folder or a pattern."""
     if not parse_place(path).is_file():
         discovery = discover([path], key=key)
         if discovery.is_run or len(discovery.found) > 1:
             formats, sizes = _open_all(discovery.found, key)
-            return Run(os.fspath(path), discovery.found, formats, sizes,
+            return RunInspection(os.fspath(path), discovery.found, formats, sizes,
                        discovery.ordered_by, discovery.notes)  # fmt: skip
     return inspect_checkpoint(path, key)
 
 
 def inspect_checkpoint(path: str | os.PathLike[str], key: str | None = None) -> Inspection:
-    """Look at one checkpoint: a file (also a shard), a folder or a URL.
+    """Inspect one checkpoint: a file (also a single shard), a folder or a URL.
 
     >>> import tempfile, torch
     >>> from pathlib import Path
@@ -216,7 +219,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], key: str | None = None) -> 
     """
     place, notes = find_one(path, key)
     with open_checkpoint(place, key=key) as opened:
-        made = read_provenance(opened)
+        made = _read_provenance(opened)
         known = opened.progress != Progress()
         return Inspection(
             place=place,
@@ -233,15 +236,15 @@ def inspect_checkpoint(path: str | os.PathLike[str], key: str | None = None) -> 
 
 
 def find_one(path: str | os.PathLike[str], key: str | None = None) -> tuple[Place, tuple[str, ...]]:
-    """The one checkpoint that a path names, and what was decided in finding it."""
+    """The one checkpoint that a path names, and notes on how it was found."""
     place = parse_place(path)
-    if place.is_file():  # whatever its name is: to look at a shard is fine
+    if place.is_file():  # whatever its name: a shard can be inspected too
         return place, ()
     discovery = discover([path], key=key)
     if discovery.is_run or len(discovery.found) > 1:
         raise ConfigError(
-            f"{path}: {len(discovery.found)} checkpoints "
-            f"({few((each.label for each in discovery.found), limit=3)}); give one of them, such "
+            f"{path}: found {len(discovery.found)} checkpoints "
+            f"({few((each.label for each in discovery.found), limit=3)}). Give one of them, such "
             f"as {discovery.found[-1].place}."
         )
     return discovery.found[0].place, discovery.notes
@@ -250,7 +253,7 @@ def find_one(path: str | os.PathLike[str], key: str | None = None) -> tuple[Plac
 def _open_all(
     found: Sequence[Found], key: str | None
 ) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
-    """The format (or what is wrong) and the size of each; a bad one does not hide the others."""
+    """The format (or error) and the size of each; one bad checkpoint does not hide the others."""
     made: dict[int, tuple[str, int | None]] = {}
 
     def work(todo: Iterator[tuple[int, Found]]) -> None:
@@ -259,7 +262,7 @@ def _open_all(
                 with open_checkpoint(each.place, key=key) as opened:
                     made[at] = opened.format, opened.num_bytes
             except (FormatError, LayoutError, FileNotFoundError, PermissionError) as error:
-                made[at] = str(error), None  # not a server's failure: that is about all of them
+                made[at] = str(error), None  # but not an error of the server, which concerns all
 
     in_threads(min(_OPENING, len(found)), iter(enumerate(found)), work, Meter())
     ordered = [made[at] for at in range(len(found))]
@@ -270,3 +273,36 @@ def _progress_lines(progress: Progress) -> list[str]:
     known = {"step": progress.step, "epoch": progress.epoch}
     text = ", ".join(f"{name} {number}" for name, number in known.items() if number is not None)
     return [text] if text else []
+
+
+def _read_provenance(opened: Checkpoint) -> dict[str, Any] | None:
+    """How a checkpoint was averaged, from its metadata or a file beside it."""
+    text: object = opened.metadata.get(PROVENANCE)
+    if text is None and opened.layout == "distributed":
+        beside = opened.place.child("lawa.json")
+        text = read_json(beside).get(PROVENANCE) if beside.is_file() else None
+    try:
+        made = json.loads(text) if isinstance(text, str) else text
+    except (ValueError, RecursionError):
+        return None
+    return made if isinstance(made, dict) else None
+
+
+def _provenance_lines(made: Mapping[str, Any] | None) -> list[str]:
+    """How it was averaged, in lines; none if it was not."""
+    if made is None:
+        return []
+    found = made.get("inputs")
+    inputs = [i for i in found if isinstance(i, dict)] if isinstance(found, list) else []
+    lines = wrapped(f"by torch-lawa {made.get('version')}, {made.get('date')}")
+    # Snapshots of an online averager have no path.
+    kind = "checkpoints" if any("path" in each for each in inputs) else "snapshots"
+    lines += wrapped(f"{len(inputs)} {kind}, {made.get('coefficients')}:")
+    rows = []
+    for each in inputs:
+        number = next((f"{by} {each[by]}" for by in ("step", "epoch") if each.get(by) is not None),
+                      "")  # fmt: skip
+        weight = each.get("weight")
+        shown = f"{weight:.4g}" if isinstance(weight, int | float) else str(weight)
+        rows.append((number, f"weight {shown}", plain(str(each.get("path", "")))))
+    return lines + aligned(rows, right={0})

@@ -1,8 +1,8 @@
-"""The window of a watched run on disk: checkpoints that stay when the trainer deletes its own.
+"""The window of a watched run on disk, independent of what the trainer deletes.
 
-A folder for each snapshot, mostly hard links, and a manifest that says which count. The manifest
-is replaced in one step, so a process that is killed leaves the window before or the window after;
-what the manifest does not name is swept up.
+It has one folder per checkpoint, mostly hard links, and a manifest that lists them. The manifest is
+replaced atomically, so a killed process leaves the window before or after a change; folders that
+the manifest does not name are removed at the next start.
 """
 
 import contextlib
@@ -18,51 +18,58 @@ from torch_lawa.checkpoints.formats.opening import open_checkpoint
 from torch_lawa.checkpoints.storage.atomic import remove, replacing, sync_folder
 from torch_lawa.checkpoints.storage.paths import LocalPlace
 from torch_lawa.errors import StoreError
-from torch_lawa.offline.snapshots import Source, keep_files, signature_of, stamps_of
+from torch_lawa.offline.watching.checkpoint_files import (
+    LiveCheckpoint,
+    keep_files,
+    signature_of,
+    stamps_of,
+)
 
-__all__ = ["Snapshot", "State", "WindowFolder"]
+__all__ = ["KeptCheckpoint", "WindowFolder", "WindowState"]
 
 _MANIFEST, _LOCK, _MADE = "window.json", "lock", "made"
 _OURS = re.compile(rf"(step|epoch)-\d+(\.\d+)?|{_MADE}|{re.escape(_MANIFEST)}\..*\.partial")
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """A checkpoint that was taken: what the run had, and what we have of it."""
+class KeptCheckpoint:
+    """A checkpoint in the window: its files in the run, and ours."""
 
-    number: int  # its step or epoch, whichever the run is ordered by
+    number: int  # step or epoch, whichever the run is ordered by
     step: int | None
     epoch: int | None
-    folder: str  # in the window's folder
-    file: str  # in that folder; empty where the folder is the checkpoint
-    source: str  # where the run had it
-    signature: str  # of all files it had there
-    weights: dict[str, str]  # stamps of its weights there, by file
-    kept: dict[str, str]  # and of ours
-    written: float | None  # when the last of them was written
-    copied: bool  # rather than linked
+    folder: str  # name inside the window's folder
+    file: str  # name inside `folder`; empty if the folder is the checkpoint
+    source: str  # path or URL in the run
+    signature: str  # of all its files in the run
+    weights: dict[str, str]  # stamps of its weights in the run, by file
+    kept: dict[str, str]  # stamps of our links or copies
+    written: float | None  # time of the last write
+    copied: bool  # instead of linked
 
     @property
     def label(self) -> str:
-        """What to call it."""
+        """Its step or epoch in words."""
         return Found(LocalPlace(self.source), self.step, self.epoch).label
 
 
 @dataclass(frozen=True)
-class State:
-    """What survives the process. Numbers are steps or epochs, with signatures where they key."""
+class WindowState:
+    """What the manifest stores. Numbers are steps or epochs; they map to signatures."""
 
-    snapshots: tuple[Snapshot, ...] = ()  # oldest first
+    snapshots: tuple[KeptCheckpoint, ...] = ()  # oldest first
     by: str = ""  # "step" or "epoch"
-    filled: bool = False  # whether it was full: then all lower numbers are in `passed`
+    filled: bool = False  # it was full once: all lower numbers are in `passed`
     passed: Mapping[int, str] = field(default_factory=dict)  # too old for the window
-    abandoned: Mapping[int, str] = field(default_factory=dict)  # of branches the run went back from
-    left_at: int = -1  # the greatest number of such a branch: averages up to it are out of date
-    averaged: str = ""  # of what the last average was made
+    abandoned: Mapping[int, str] = field(
+        default_factory=dict
+    )  # on branches that the run left by going back
+    left_at: int = -1  # greatest number on such a branch: averages up to it are outdated
+    averaged: str = ""  # hash of the window and options of the last average
 
 
 class WindowFolder:
-    """The folder, locked for this process; what changes in it changes through `commit`.
+    """The window's folder, locked for this process; `commit` changes its contents.
 
     >>> import tempfile
     >>> with WindowFolder(Path(tempfile.mkdtemp()) / "window", run="runs/gpt", k=6) as window:
@@ -75,11 +82,11 @@ class WindowFolder:
         self._run, self._k = run, k
         self._lock = self._acquire()
         self.is_new = not (folder / _MANIFEST).exists()
-        self.state = State()
+        self.state = WindowState()
         try:
             if not self.is_new:
                 self._load()
-            self._sweep()
+            self._clean_up()
         except BaseException:
             self.close()
             raise
@@ -91,29 +98,29 @@ class WindowFolder:
         self.close()
 
     def close(self) -> None:
-        """Let another process have it."""
+        """Release the lock."""
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
 
-    def found(self, snapshot: Snapshot) -> Found:
-        """A snapshot as something that can be planned with."""
+    def found(self, snapshot: KeptCheckpoint) -> Found:
+        """The checkpoint in the form that `plan_found` takes."""
         return Found(self._place(snapshot.folder, snapshot.file), snapshot.step, snapshot.epoch)
 
-    def changed(self) -> list[Snapshot]:
-        """Snapshots whose files are not as they were taken, or not there."""
+    def changed(self) -> list[KeptCheckpoint]:
+        """Checkpoints whose files were changed or removed after they were taken."""
         return [s for s in self.state.snapshots if not self._is_intact(s)]
 
     def take(
         self,
-        source: Source,
+        source: LiveCheckpoint,
         number: int,
         by: str,
         *,
         key: str | None,
         stopped: Callable[[], bool],
-    ) -> Snapshot | None:
-        """Keep a checkpoint; it counts once it is committed. None where it changed meanwhile."""
+    ) -> KeptCheckpoint | None:
+        """Link or copy a checkpoint, to be committed. None if it changed meanwhile."""
         found, folder = source.found, self._free_name(f"{by}-{number}")
         path = self.folder / folder
         try:
@@ -128,7 +135,7 @@ class WindowFolder:
         except BaseException:
             remove(path)
             raise
-        return Snapshot(
+        return KeptCheckpoint(
             number=number,
             step=found.step,
             epoch=found.epoch,
@@ -142,14 +149,14 @@ class WindowFolder:
             copied=not linked,
         )
 
-    def commit(self, state: State) -> None:
-        """Make `state` the window; then remove what only the one before it needed."""
+    def commit(self, state: WindowState) -> None:
+        """Make `state` the window, then remove the folders that it no longer needs."""
         rows = {**asdict(state), "format": 1, "run": self._run, "k": self._k}
         with replacing(self.folder / _MANIFEST) as out:
             out.write(json.dumps(rows, indent=1).encode())
         old, self.state = self.state, state
         for folder in {s.folder for s in old.snapshots} - {s.folder for s in state.snapshots}:
-            with contextlib.suppress(OSError):  # the next start sweeps it up
+            with contextlib.suppress(OSError):  # removed at the next start
                 remove(self.folder / folder)
 
     def _load(self) -> None:
@@ -157,32 +164,32 @@ class WindowFolder:
         try:
             rows = json.loads(path.read_text())
             run, k, form = rows.pop("run"), rows.pop("k"), rows.pop("format")
-            rows["snapshots"] = tuple(Snapshot(**row) for row in rows["snapshots"])
+            rows["snapshots"] = tuple(KeptCheckpoint(**row) for row in rows["snapshots"])
             for name in ("passed", "abandoned"):
                 rows[name] = {int(n): str(signature) for n, signature in rows[name].items()}
-            state = State(**rows)
+            state = WindowState(**rows)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StoreError(
                 f"{path}: the manifest of the window is damaged ({error!r}). Restore it, or "
-                f"remove {self.folder} to begin a new window."
+                f"remove {self.folder} to start a new window."
             ) from None
         if (run, form) != (self._run, 1):
             raise StoreError(
-                f"{self.folder}: holds the window of {run}, not of {self._run}. Write elsewhere, "
-                "or remove that folder to begin a new window."
+                f"{self.folder}: this is the window of {run}, not of {self._run}. Write elsewhere, "
+                "or remove this folder to start a new window."
             )
-        if k != self._k:  # what was too old may not be now
+        if k != self._k:  # checkpoints that were too old may be needed now
             kept = state.snapshots[-self._k :]
             self.commit(replace(state, snapshots=kept, filled=False, passed={}))
         else:
             self.state = state
 
     def _place(self, folder: str, file: str) -> LocalPlace:
-        # A link to a file that the trainer may rewrite, and so cut off, while it is read.
+        # Not mapped: the trainer may rewrite a linked file, and so truncate it, while we read.
         place = LocalPlace(self.folder / folder, mapped=False)
         return place.child(file) if file else place
 
-    def _is_intact(self, snapshot: Snapshot) -> bool:
+    def _is_intact(self, snapshot: KeptCheckpoint) -> bool:
         folder = self._place(snapshot.folder, "")
         try:
             return stamps_of(folder.child(name) for name in snapshot.kept) == snapshot.kept
@@ -193,22 +200,24 @@ class WindowFolder:
         names = [name, *(f"{name}.{i}" for i in range(2, self._k + 3))]
         used = {s.folder for s in self.state.snapshots}
         free = next(n for n in names if n not in used)
-        remove(self.folder / free)  # half-taken by an attempt that failed
+        remove(self.folder / free)  # left by an attempt that failed
         return free
 
     def _acquire(self) -> int:
-        """One process at a time: the lock goes with the process, however it ends."""
+        """Lock the folder; the lock ends with the process, however that ends."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             names = {path.name for path in self.folder.iterdir()}
             if names and not names & {_LOCK, _MANIFEST}:
                 raise StoreError(
-                    f"{self.folder}: the window would be kept here, and there is something else. "
-                    "Write elsewhere, or move it away."
+                    f"{self.folder}: the window would be stored here, but this folder already "
+                    "exists and is not a window. Write elsewhere, or move it away."
                 )
             lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise StoreError(f"{self.folder}: cannot be used for a window ({error}).") from error
+            raise StoreError(
+                f"{self.folder}: cannot be used as the window's folder ({error})."
+            ) from error
         with contextlib.suppress(ImportError):
             import fcntl
 
@@ -217,13 +226,13 @@ class WindowFolder:
             except OSError:
                 os.close(lock)
                 raise StoreError(
-                    f"{self.folder}: another `lawa watch` is writing to the same output. Stop "
-                    "that one, or give this one an output of its own."
+                    f"{self.folder}: another `lawa watch` is writing to the same output. Stop it, "
+                    "or use a different output."
                 ) from None
         return lock
 
-    def _sweep(self) -> None:
-        """Remove what a killed process left half-done."""
+    def _clean_up(self) -> None:
+        """Remove what a killed process left unfinished."""
         used = {s.folder for s in self.state.snapshots}
         for path in self.folder.iterdir():
             if _OURS.fullmatch(path.name) and path.name not in used:

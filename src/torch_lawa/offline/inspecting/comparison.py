@@ -1,4 +1,4 @@
-"""Compare two checkpoints: both are read once, a piece at a time, by a few threads."""
+"""Compare two checkpoints: both are read once, in pieces, by a few threads."""
 
 import os
 import threading
@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from torch_lawa.checkpoints.find.step_names import parse_name
 from torch_lawa.checkpoints.formats.base import Checkpoint, Progress
 from torch_lawa.checkpoints.formats.opening import open_checkpoint
-from torch_lawa.errors import ConfigError
 from torch_lawa.mean.kernels import PIECE
-from torch_lawa.offline.difference import Difference, Side, TensorDifference
-from torch_lawa.offline.distances import PieceDifference, Sums, comparable
 from torch_lawa.offline.engine import Meter, default_threads, in_threads, read_piece, value_width
-from torch_lawa.offline.inspection import find_one
+from torch_lawa.offline.inspecting.difference import Difference, Side, TensorDifference
+from torch_lawa.offline.inspecting.distances import PieceDifference, Sums, comparable
+from torch_lawa.offline.inspecting.inspection import find_one
+from torch_lawa.offline.options import check_threads
 
 __all__ = ["compare_checkpoints"]
 
@@ -25,7 +25,7 @@ def compare_checkpoints(
     threads: int | None = None,
     meter: Meter | None = None,
 ) -> Difference:
-    """Compare two checkpoints of any formats; the numbers do not depend on the threads.
+    """Compare two checkpoints of any format; the result does not depend on the threads.
 
     >>> import tempfile, torch
     >>> from pathlib import Path
@@ -37,8 +37,7 @@ def compare_checkpoints(
     >>> found.overall.relative, found.differing[0].sums.num_differing
     (0.1, 1)
     """
-    if threads is not None and threads < 1:
-        raise ConfigError(f"threads is {threads}; give at least 1.")
+    check_threads(threads)
     places = [find_one(path, key)[0] for path in (a, b)]
     with open_checkpoint(places[0], key=key) as old, open_checkpoint(places[1], key=key) as new:
         names_old, names_new = _names(old), _names(new)
@@ -73,7 +72,7 @@ def _run(
     threads: int,
     meter: Meter,
 ) -> list[Sums]:
-    """The sums of each pair of tensors; those of its pieces go as soon as the last is there."""
+    """The sums of each pair of tensors; those of pieces are added when the last is done."""
     lengths = [a.tensors[x].nbytes // value_width(a.tensors[x].dtype) for _, x, _ in matched]
     waiting: dict[int, list[Sums]] = {}
     done: dict[int, Sums] = {}
@@ -107,7 +106,7 @@ def _run(
 
 
 def _names(checkpoint: Checkpoint) -> dict[str, str]:
-    """Every name, and the one its tensor is kept under."""
+    """Every name of a tensor, and the name it is stored under."""
     return {**{name: name for name in checkpoint.tensors}, **checkpoint.aliases}
 
 

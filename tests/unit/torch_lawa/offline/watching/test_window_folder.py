@@ -13,7 +13,7 @@ from safetensors.numpy import save
 from support.watching import Trainer, Watch, assert_file, folders_of
 
 from torch_lawa.errors import StoreError
-from torch_lawa.offline import snapshots, window_folder
+from torch_lawa.offline.watching import checkpoint_files, window_folder
 
 
 @pytest.fixture
@@ -45,9 +45,9 @@ def test_a_rewrite_in_place_is_noticed_and_dropped(trainer: Trainer, out: Path) 
 def test_a_rewrite_during_the_average_is_not_published(
     trainer: Trainer, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torch_lawa.offline import watch as module
+    from torch_lawa.offline.watching import watcher as module
 
-    average = module.average_checkpoints
+    average = module.run_average
     with Watch(trainer.folder, out, k=2) as watch:
         trainer.write(100, 200)
         watch.settle()
@@ -59,7 +59,7 @@ def test_a_rewrite_during_the_average_is_not_published(
             trainer.write_in_place(300)
             return done
 
-        monkeypatch.setattr(module, "average_checkpoints", rewriting)
+        monkeypatch.setattr(module, "run_average", rewriting)
         watch.settle()
         assert out.read_bytes() == old
         monkeypatch.undo()
@@ -106,9 +106,9 @@ def test_links_where_there_can_be_and_copies_elsewhere(
         def elsewhere(*_: Any) -> None:
             raise OSError(errno.EXDEV, "Invalid cross-device link")
 
-        monkeypatch.setattr(snapshots.os, "link", elsewhere)
+        monkeypatch.setattr(checkpoint_files.os, "link", elsewhere)
         trainer.write(300)
-        assert watch.settle() == ["step 300: taken (2 of 2, copied: it cannot be linked from here)"]
+        assert watch.settle() == ["step 300: taken (2 of 2, copied, not linked)"]
         kept = watch.window.folder / "step-300" / "step-300.safetensors"
         assert not os.path.samefile(kept, trainer.path(300))
         assert kept.read_bytes() == trainer.path(300).read_bytes()
@@ -126,7 +126,7 @@ def test_stopped_while_copying(
             watch.stop.set()
             raise OSError(errno.EXDEV, "Invalid cross-device link")
 
-        monkeypatch.setattr(snapshots.os, "link", elsewhere)
+        monkeypatch.setattr(checkpoint_files.os, "link", elsewhere)
         assert watch.settle() == []
         assert folders_of(watch.window.folder) == {"lock"}
     assert not out.exists()
@@ -143,13 +143,13 @@ def test_the_window_of_another_run_is_refused(trainer: Trainer, out: Path, tmp_p
     with Watch(trainer.folder, out, k=1) as watch:
         watch.settle()
     other = Trainer(tmp_path / "other")
-    with pytest.raises(StoreError, match="holds the window of"):
+    with pytest.raises(StoreError, match="the window of"):
         Watch(other.folder, out, k=1)
     with Watch(f"{trainer.folder}/step-*", out, k=1) as again:  # the same run, by a pattern
         assert again.steps == [1]
     (out.parent / "mine.window").mkdir()
     (out.parent / "mine.window/thesis.tex").touch()
-    with pytest.raises(StoreError, match="something else"):
+    with pytest.raises(StoreError, match="not a window"):
         Watch(trainer.folder, out.parent / "mine")
     (watch.window.folder / "window.json").write_text("{}")
     with pytest.raises(StoreError, match="damaged"):
@@ -178,7 +178,7 @@ def test_an_average_that_is_there_is_not_made_again(trainer: Trainer, tmp_path: 
     there.write_bytes(b"made before")
     with Watch(trainer.folder, there.with_name("{step}.safetensors"), k=2) as watch:
         said = watch.settle()
-        assert said[2:] == [f"step 200: {there} exists already and is not made again"]
+        assert said[2:] == [f"step 200: {there} already exists and is not written again"]
         trainer.write(300)
         watch.settle()
     assert there.read_bytes() == b"made before"
@@ -213,7 +213,7 @@ def test_a_replacement_that_fails_leaves_the_snapshot_before(
             patched.setattr(window_folder, "keep_files", fail)
             assert "Input/output error" in watch.look(6)[0]
             assert_file(watch.window.folder / "step-100/step-100.safetensors", first)
-        assert watch.look() == ["step 100: taken (1 of 1, written again)"]
+        assert watch.look() == ["step 100: taken (1 of 1, rewritten)"]
     assert_file(out, trainer.mean(100))
 
 
@@ -292,7 +292,7 @@ def test_a_trainer_that_replaces_a_file_while_it_is_linked(
             trainer.path(100).write_bytes(save(trainer.draw(100)))
             trainer.date(trainer.path(100))
 
-        monkeypatch.setattr(snapshots.os, "link", slow)
+        monkeypatch.setattr(checkpoint_files.os, "link", slow)
         assert watch.settle() == []
         watch.settle()
     assert_file(out, trainer.mean(100))

@@ -1,14 +1,21 @@
-"""A result is written aside, flushed, and then takes its name: whole, or not there."""
+"""Write the output: under a temporary name first, so that it appears whole or not at all.
+
+A local result is flushed and renamed. On a server a folder is several objects that cannot be
+renamed in one step, so the file that makes it a checkpoint (the index, or the only weights file) is
+uploaded last. An older index is removed before its shards are replaced: a valid index over old and
+new shards would be a checkpoint that never existed.
+"""
 
 import contextlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from torch_lawa.checkpoints.formats.huggingface import read_json
+from torch_lawa.checkpoints.formats.huggingface import INDEXES, WEIGHTS, read_json
 from torch_lawa.checkpoints.formats.sharded_layout import lay_file, write_at, write_index
 from torch_lawa.checkpoints.storage.atomic import (
     TEMPORARY,
@@ -22,25 +29,26 @@ from torch_lawa.checkpoints.storage.atomic import (
     temporary_name,
 )
 from torch_lawa.checkpoints.storage.paths import LocalPlace, Place, RemotePlace
-from torch_lawa.errors import OutputError
+from torch_lawa.errors import LawaError, OutputError
 from torch_lawa.mean.dtypes import DTYPES
 from torch_lawa.mean.kernels import Bytes
 from torch_lawa.offline.meeting import clear_meetings
-from torch_lawa.offline.output import Output
+from torch_lawa.offline.output_plan import Output
 from torch_lawa.offline.shares import LaidFile
-from torch_lawa.offline.uploading import upload
 
 __all__ = ["SafetensorsSink", "lay_out", "writing"]
 
 _FLUSHED = 64 * 1024 * 1024
+_SHARD = re.compile(r".+-[0-9]{5}-of-[0-9]{5}\.(safetensors|bin)|.+\.distcp")
+_STATE_FILES = ("lawa.json", "trainer_state.json")  # they describe the older result
 
 
 def lay_out(
     folder: Path, output: Output, metadata: Mapping[str, str], *, flushed: bool = False
 ) -> list[LaidFile]:
-    """Make the safetensors files of `output`: their headers, and room for the values.
+    """Create the safetensors files of `output`: their headers, and space for the values.
 
-    `flushed` sees to it that other machines find all of that before they write into it.
+    With `flushed`, other machines see the files before they write into them.
     """
     files = []
     for shard in output.shards:
@@ -53,7 +61,7 @@ def lay_out(
 
 
 class SafetensorsSink:
-    """Files that were laid out, filled piece by piece from any thread."""
+    """Writes pieces from any thread into files that `lay_out` created."""
 
     def __init__(self, folder: Path, files: Sequence[LaidFile]) -> None:
         self.files = files
@@ -71,22 +79,22 @@ class SafetensorsSink:
             raise
 
     def write(self, name: str, begin: int, piece: Bytes) -> None:
-        """Bytes of a tensor, named as in the inputs."""
+        """Write bytes of a tensor, named as in the inputs."""
         handle, start = self._places[name]
         write_at(handle, piece.data, start + begin)
-        # The disk works while the next pieces are made; the flush at the end finds little to do.
-        self._unflushed += len(piece)  # by several threads: about right is enough
+        # The disk writes while the next pieces are computed, so the last flush is short.
+        self._unflushed += len(piece)  # not exact with several threads, and need not be
         if self._unflushed > _FLUSHED:
             self._unflushed = 0
             start_flushing(handle)
 
     def flush(self) -> None:
-        """Make what was written survive a power cut."""
+        """Flush everything to disk."""
         for handle in self._handles:
             os.fsync(handle)
 
     def close(self) -> None:
-        """Give back the files."""
+        """Close the files."""
         while self._handles:
             os.close(self._handles.pop())
 
@@ -98,9 +106,9 @@ def writing(
     aliases: Mapping[str, str],
     shared: Path | None = None,
 ) -> Iterator[SafetensorsSink]:
-    """A sink for the tensors of `output`, which takes its place when the block ends well.
+    """A sink for the tensors of `output`, which is published when the block succeeds.
 
-    Where several processes write, they do so in the folder `shared`, which is made here.
+    Several processes write into the folder `shared`, which is created here.
     """
     with _aside(output, shared) as folder:
         flushed = shared is not None
@@ -123,7 +131,7 @@ def writing(
 
 @contextlib.contextmanager
 def _aside(output: Output, shared: Path | None) -> Iterator[Path]:
-    """A folder to work in, on the disk of the target, removed whatever happens."""
+    """A temporary folder on the disk of the target, removed in any case."""
     if isinstance(output.place, LocalPlace):
         target = output.place.path
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -147,19 +155,51 @@ def _aside(output: Output, shared: Path | None) -> Iterator[Path]:
 
 def _deliver(folder: Path, output: Output) -> None:
     if isinstance(output.place, RemotePlace):
-        upload(folder, output.place, output)
+        _upload(folder, output.place, output)
     elif isinstance(output.place, LocalPlace):
         target = output.place.path
         if not output.overwrite and os.path.lexists(target):
             raise OutputError(
-                f"{target}: was written by another process meanwhile; it stays. Pass --overwrite "
-                "to replace it."
+                f"{target}: another process wrote it meanwhile; it was kept. Pass --overwrite to "
+                "replace it."
             )
         if output.is_folder:
             sync_folder(folder)
             publish(folder, target)
         else:
             publish(folder / target.name, target)
+
+
+def _upload(folder: Path, place: RemotePlace, output: Output) -> None:
+    """Upload the files of `folder`; no weights of an older result are left."""
+    if not output.is_folder:
+        place.upload(folder / output.shards[0].file)
+        return
+    last = output.index or output.shards[0].file
+    names = sorted((path.name for path in folder.iterdir()), key=lambda name: (name == last, name))
+    older = {found.name for found in place.children()} if place.exists() else set()
+    if older & {shard.file for shard in output.shards} - {last}:
+        for name in older & set(INDEXES):
+            place.child(name).remove()
+    new: list[RemotePlace] = []
+    try:
+        for name in names:
+            target = place.child(name)
+            if name not in older:
+                new.append(target)
+            target.upload(folder / name)
+    except BaseException:
+        for target in new:
+            with contextlib.suppress(LawaError):
+                target.remove()
+        raise
+    for name in sorted(older - set(names), key=_is_shard):  # indexes before shards
+        if name in (*WEIGHTS, *INDEXES, *_STATE_FILES, ".metadata") or _is_shard(name):
+            place.child(name).remove()
+
+
+def _is_shard(name: str) -> bool:
+    return _SHARD.fullmatch(name) is not None
 
 
 def _copy(place: Place, path: Path, output: Output) -> None:
@@ -181,7 +221,7 @@ def _copy(place: Place, path: Path, output: Output) -> None:
 def _hand_over(
     folder: Path, output: Output, metadata: Mapping[str, str], aliases: Mapping[str, str]
 ) -> None:
-    """PyTorch writes the formats that are its own, from the file just made, memory-mapped."""
+    """Let PyTorch write its own formats from the file just made, memory-mapped."""
     from torch_lawa.checkpoints.formats import torch_write as torch_output
 
     made = folder / output.shards[0].file

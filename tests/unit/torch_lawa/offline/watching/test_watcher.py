@@ -12,9 +12,9 @@ from safetensors.numpy import save, save_file
 from support.watching import Trainer, Watch, Weights, assert_file, mean_of
 
 from torch_lawa.errors import ConfigError, FormatError, OutputError
-from torch_lawa.offline import watch as watching
 from torch_lawa.offline.engine import Meter
-from torch_lawa.offline.watch import watch_run
+from torch_lawa.offline.watching import watcher as watching
+from torch_lawa.offline.watching.watcher import watch_run
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_a_full_disk_costs_no_checkpoint(
     with Watch(trainer.folder, out, k=2) as watch:
         trainer.write(100, 200)
         with monkeypatch.context() as patched:
-            patched.setattr(watching, "average_checkpoints", full)
+            patched.setattr(watching, "run_average", full)
             said = watch.settle()
             assert [text for text in said if "No space left" in text] == said[2:]
             assert watch.look(5) == []
@@ -212,7 +212,7 @@ def test_stopped_between_two_pieces(trainer: Trainer, out: Path) -> None:
 
 
 def test_once(trainer: Trainer, out: Path) -> None:
-    with pytest.raises(FormatError, match="not there yet"):
+    with pytest.raises(FormatError, match="does not exist yet"):
         watch_run(trainer.folder / "missing", out, once=True)
     trainer.write(100, 200)
     watch_run(trainer.folder, out, k=3, once=True, settle=0.01)
@@ -242,9 +242,9 @@ def test_until_stopped(trainer: Trainer, out: Path) -> None:
 def test_mistakes_are_refused_at_the_start(trainer: Trainer, out: Path) -> None:
     trainer.write(1)
     for problem, output, how in [
-        ("lies in the run", trainer.folder / "averaged", {}),
-        ("lies in the run", trainer.folder / "averages/{step}", {}),
-        ("give a path", "s3://bucket/averaged", {}),
+        ("inside the run", trainer.folder / "averaged", {}),
+        ("inside the run", trainer.folder / "averages/{step}", {}),
+        ("must be a path", "s3://bucket/averaged", {}),
         ("k=0", out, {"k": 0}),
         ("weights", out, {"k": 3, "coefficients": "explicit:1,2"}),
         ("dtype", out, {"dtype": "float7"}),
@@ -253,7 +253,7 @@ def test_mistakes_are_refused_at_the_start(trainer: Trainer, out: Path) -> None:
             Watch(trainer.folder, output, **how)  # type: ignore[arg-type]
     out.parent.mkdir()
     out.write_bytes(b"somebody's")
-    with pytest.raises(OutputError, match="exists already"):
+    with pytest.raises(OutputError, match="already exists"):
         Watch(trainer.folder, out)
     assert out.read_bytes() == b"somebody's"
     assert os.listdir(trainer.folder) == ["step-1.safetensors"]

@@ -1,4 +1,4 @@
-"""Plain text for a terminal of 80 columns: labels, columns in line, nothing a terminal obeys."""
+"""Plain text for a terminal of 80 columns: labels, aligned columns, no control characters."""
 
 import textwrap
 from collections.abc import Collection, Sequence
@@ -9,7 +9,7 @@ _WIDTH, _LABEL = 80, 13
 
 
 def plain(text: str) -> str:
-    """Text from a file, safe to print: a terminal must not obey what stands in a name.
+    """Text from a file with control characters escaped, so that it is safe to print.
 
     >>> plain("a\\x1b[2Jb")
     'a\\\\x1b[2Jb'
@@ -18,7 +18,7 @@ def plain(text: str) -> str:
 
 
 def labelled(label: str, lines: Sequence[str]) -> list[str]:
-    """A name, and lines that belong to it; nothing where there are none.
+    """Lines behind a label; nothing if there are no lines.
 
     >>> labelled("Files", ["a", "b"])
     ['  Files      a', '             b']
@@ -28,14 +28,14 @@ def labelled(label: str, lines: Sequence[str]) -> list[str]:
 
 
 def wrapped(text: str) -> list[str]:
-    """Text in lines that fit behind a label."""
+    """Text wrapped to fit behind a label."""
     return textwrap.wrap(
         plain(text), _WIDTH - _LABEL, break_long_words=False, break_on_hyphens=False
     )
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Rows with their columns in line.
+    """Rows with aligned columns.
 
     >>> aligned([("a", "1"), ("bb", "10")], right={1})
     ['a    1', 'bb  10']
@@ -52,7 +52,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
 
 
 def shortened(text: str) -> str:
-    """As much of a text as fits behind a label on one line."""
+    """Text cut to one line behind a label."""
     text, room = plain(text), _WIDTH - _LABEL
     if len(text) <= room:
         return text

@@ -1,4 +1,4 @@
-"""How two checkpoints differ: a value that can be printed."""
+"""The difference of two checkpoints, as a value that can be printed."""
 
 import math
 from collections import Counter
@@ -11,8 +11,8 @@ from torch_lawa.checkpoints.find.step_names import few
 from torch_lawa.checkpoints.formats.base import Progress, TensorSpec
 from torch_lawa.checkpoints.storage.paths import Place
 from torch_lawa.mean.dtypes import DTYPES, averageable
-from torch_lawa.offline.distances import Sums
-from torch_lawa.offline.printing import aligned, labelled, plain, wrapped
+from torch_lawa.offline.inspecting.distances import Sums
+from torch_lawa.offline.inspecting.text import aligned, labelled, plain, wrapped
 
 __all__ = ["Difference", "Side", "TensorDifference"]
 
@@ -21,13 +21,13 @@ _WORST = 10
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two checkpoints, and what just this one has."""
+    """One of the two checkpoints, and what only this one contains."""
 
     place: Place
     format: str
     progress: Progress
-    only: tuple[str, ...]  # names that the other has not
-    tied: tuple[tuple[str, ...], ...]  # names that are one tensor here and not there
+    only: tuple[str, ...]  # names that are not in the other
+    tied: tuple[tuple[str, ...], ...]  # names that are tied here but not there
 
     def __str__(self) -> str:
         numbers = {"step": self.progress.step, "epoch": self.progress.epoch}
@@ -37,7 +37,7 @@ class Side:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor that both have in the same shape."""
+    """A tensor that both contain in the same shape."""
 
     name: str
     a: TensorSpec
@@ -46,22 +46,22 @@ class TensorDifference:
 
     @property
     def equal(self) -> bool:
-        """Bit for bit."""
+        """Whether both are the same bit for bit."""
         return self.a.dtype == self.b.dtype and not self.sums.num_differing
 
     @property
     def measured(self) -> bool:
-        """Whether its values can be subtracted, and not just be told apart."""
+        """Whether its values can be subtracted, not only tested for equality."""
         return DTYPES[self.a.dtype].kind != "opaque"
 
     @property
     def severity(self) -> tuple[float, float]:
-        """What "worse" goes by: the relative distance, then the largest one."""
+        """What differing tensors are sorted by: relative distance, then largest difference."""
         relative = self.sums.relative if self.measured else None
         return (float("inf") if relative is None else relative, self.sums.largest)
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The same as JSON values."""
         return {
             "name": self.name,
             "shape": list(self.a.shape),
@@ -78,32 +78,32 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs between checkpoints `a` and `b`; distances are relative to `a`."""
+    """How checkpoints `a` and `b` differ; distances are relative to `a`."""
 
     a: Side
     b: Side
     compared: tuple[TensorDifference, ...]
-    unlike: dict[str, tuple[TensorSpec, TensorSpec]]  # shapes or kinds that cannot be compared
+    unlike: dict[str, tuple[TensorSpec, TensorSpec]]  # shapes or dtypes that are not comparable
 
     @cached_property
     def differing(self) -> tuple[TensorDifference, ...]:
-        """Tensors with other values, the worst first."""
+        """Tensors with different values, largest difference first."""
         found = [t for t in self.compared if t.sums.num_differing]
         return tuple(sorted(found, key=lambda t: t.severity, reverse=True))
 
     @cached_property
     def overall(self) -> Sums:
-        """All floats together, as one vector."""
+        """The sums over all floating-point tensors, as one vector."""
         return Sums.total([t.sums for t in self.compared if averageable(t.a.dtype)])
 
     @property
     def identical(self) -> bool:
-        """Whether all tensors, their names and ties are the same."""
+        """Whether all tensors, names and ties are the same."""
         sides = any((side.only or side.tied) for side in (self.a, self.b))
         return not sides and not self.unlike and all(t.equal for t in self.compared)
 
     def describe(self, *, worst: int | None = _WORST) -> str:
-        """For people; the `worst` tensors that differ, or all of them."""
+        """The difference in words, with the `worst` tensors that differ, or all of them."""
         lines = [f"A  {self.a}", f"B  {self.b}"]
         for name, side in ("A", self.a), ("B", self.b):
             if side.only:
@@ -115,19 +115,19 @@ class Difference:
         lines += _listed("Unlike", pairs, worst)
         lines += self._counts()
         if self.identical:
-            return "\n".join([*lines, "The same, bit for bit."])
+            return "\n".join([*lines, "Identical, bit for bit."])
         shown = self.differing[:worst]
         if shown:
             more = len(self.differing) - len(shown)
             rest = f", {more} more with --tensors" if more else ""
-            lines += [f"Tensors that differ, the worst first{rest}:", *_table(shown)]
+            lines += [f"Tensors that differ, largest difference first{rest}:", *_table(shown)]
         return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.describe()
 
     def to_json(self) -> dict[str, Any]:
-        """The same for programs."""
+        """The same as JSON values."""
         return {
             "kind": "difference",
             "a": str(self.a.place),
@@ -156,7 +156,9 @@ class Difference:
         lines += labelled("Equal", [f"{num_equal:,} tensors, bit for bit"])
         pairs = Counter((t.a.dtype, t.b.dtype) for t in self.compared if t.a.dtype != t.b.dtype)
         for (a, b), n in pairs.items():
-            lines += labelled("Dtypes", [f"{n:,} tensors are {a} in A, {b} in B: by value"])
+            lines += labelled(
+                "Dtypes", [f"{n:,} tensors are {a} in A, {b} in B: compared by value"]
+            )
         if self.differing:
             changed = sum(t.sums.num_differing for t in self.differing)
             lines += labelled(
@@ -170,7 +172,7 @@ class Difference:
         for at, (nan, inf) in enumerate(zip(overall.nan, overall.inf, strict=True)):
             if nan or inf:
                 where = [t.name for t in self.compared if t.sums.nan[at] or t.sums.inf[at]]
-                text = f"{nan:,} NaN and {inf:,} Inf, which distances leave out: {few(where, 3)}"
+                text = f"{nan:,} NaN and {inf:,} Inf, not part of distances: {few(where, 3)}"
                 lines += labelled(f"In {'AB'[at]}", wrapped(text))
         return lines
 
@@ -193,7 +195,7 @@ def _table(tensors: Sequence[TensorDifference]) -> list[str]:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no infinity, which float64 values far enough apart can be."""
+    """None for an infinite difference, which JSON cannot express."""
     return value if math.isfinite(value) else None
 
 

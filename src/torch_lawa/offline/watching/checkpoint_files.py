@@ -1,7 +1,7 @@
-"""Checkpoints of a live run: whether one changed, whether it is whole, and to keep its files.
+"""The files of a live run's checkpoints: detect changes, check completeness, keep them.
 
-Kept are hard links where the file system has them, which cost nothing and outlive the trainer's
-own names, else copies.
+Files are kept as hard links, which take no space and survive the trainer's deletion, or as copies
+where the file system has no links.
 """
 
 import hashlib
@@ -21,46 +21,48 @@ from torch_lawa.checkpoints.storage.paths import LocalPlace, Place, RemotePlace
 from torch_lawa.checkpoints.storage.remote_errors import telling
 from torch_lawa.errors import FormatError
 from torch_lawa.offline.engine import Stopped
-from torch_lawa.offline.output import side_files
+from torch_lawa.offline.output_plan import side_files
 
-__all__ = ["Source", "digest", "inspect", "keep_files", "signature_of", "stamps_of"]
+__all__ = ["LiveCheckpoint", "digest", "keep_files", "open_live", "signature_of", "stamps_of"]
 
 _COPIED_AT_ONCE = 1 << 24
 Stopping = Callable[[], bool]
 
 
 @dataclass(frozen=True)
-class Source:
-    """A checkpoint of the run that opened without an error, and what is to be kept of it."""
+class LiveCheckpoint:
+    """A checkpoint of the run that opened without an error, and the files to keep of it."""
 
     found: Found
     signature: str
     weights: tuple[Place, ...]
     beside: tuple[Place, ...]
-    stamps: dict[str, str]  # of the weights
-    written: float | None  # when the last of them was; None where that is not known
+    stamps: dict[str, str]  # of the weights, by file name
+    written: float | None  # time of the last write; None if unknown
 
     @property
     def file(self) -> str:
-        """The name of the file that it is; empty where it is a folder."""
+        """Its file name; empty if it is a folder."""
         return "" if self.found.place.is_folder() else self.found.place.name
 
 
-def inspect(found: Found, signature: str, key: str | None) -> Source:
-    """Open a checkpoint to see that it is whole, and which files it needs."""
+def open_live(found: Found, signature: str, key: str | None) -> LiveCheckpoint:
+    """Open a checkpoint to check that it is complete, and to list the files it needs."""
     with open_checkpoint(found.place, key=key) as checkpoint:
         weights = tuple(checkpoint.files)
         beside = tuple(p for p in _beside(checkpoint) if p not in weights)
     stamps = stamps_of(weights)
     if len(stamps) < len(weights):
-        raise FormatError(f"{found.place}: two of its files have the same name; not supported.")
+        raise FormatError(
+            f"{found.place}: two of its files have the same name, which is not supported."
+        )
     times = [_written(place) for place in weights]
     written = None if None in times else max(t for t in times if t is not None)
-    return Source(found, signature, weights, beside, stamps, written)
+    return LiveCheckpoint(found, signature, weights, beside, stamps, written)
 
 
-def keep_files(source: Source, folder: Path, stopped: Stopping) -> bool:
-    """Have the files of a checkpoint in `folder`; False where some had to be copied."""
+def keep_files(source: LiveCheckpoint, folder: Path, stopped: Stopping) -> bool:
+    """Link or copy the files of a checkpoint into `folder`; False if some were copied."""
     linked = True
     for place in source.weights:
         if not _link(place, folder / place.name):
@@ -73,23 +75,23 @@ def keep_files(source: Source, folder: Path, stopped: Stopping) -> bool:
 
 
 def signature_of(place: Place) -> str:
-    """Changes when any file of a checkpoint does, or one is added."""
+    """A value that changes when a file of the checkpoint changes or is added."""
     files = [p for p in place.children() if p.is_file()] if place.is_folder() else [place]
     return digest(stamps_of(files))
 
 
 def stamps_of(places: Iterable[Place]) -> dict[str, str]:
-    """The stamps of files, by their names."""
+    """The stamps (size, time, inode) of files, by name."""
     return {place.name: str(place.stamp()) for place in places}
 
 
 def digest(value: object) -> str:
-    """A short name for a value that can be written as JSON."""
+    """A short hash of a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def _beside(checkpoint: Checkpoint) -> Iterator[Place]:
-    """Small files that reading the weights takes, or that go with a result."""
+    """Small files needed to read the weights, or copied into the output."""
     yield from side_files(checkpoint)
     folder = checkpoint.place
     if folder.is_folder():
@@ -116,7 +118,7 @@ def _link(place: Place, path: Path) -> bool:
         os.link(os.path.realpath(place.path), path)
     except FileNotFoundError:
         raise
-    except OSError:  # another file system, or one without links, or not our file
+    except OSError:  # another file system, one without links, or no permission
         return False
     return True
 
@@ -133,7 +135,7 @@ def _copy(place: Place, path: Path, stopped: Stopping) -> None:
 
 def _pieces(place: Place) -> Iterator[bytes | memoryview]:
     if isinstance(place, LocalPlace):
-        with place.path.open("rb") as file:  # not mapped: it may be cut off while it is read
+        with place.path.open("rb") as file:  # not mapped: it may be truncated meanwhile
             while piece := file.read(_COPIED_AT_ONCE):
                 yield piece
         return
