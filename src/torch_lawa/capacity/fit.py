@@ -1,6 +1,6 @@
-"""Whether a window fits a run, why not, and which single changes make it fit.
+"""Whether a window fits on the hardware, why not, and which changes make it fit.
 
-Every piece of advice was tried: it names only settings whose own plan fits.
+Only changes whose own estimate fits are suggested.
 """
 
 import dataclasses
@@ -9,90 +9,90 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch_lawa.capacity.estimate import Cost, Run, cost_of
+from torch_lawa.capacity.estimate import Cost, TrainingRun, cost_of
 from torch_lawa.capacity.machine import GIB
 from torch_lawa.units import format_bytes
 
-__all__ = ["Problem", "Verdict", "format_seconds", "judge", "largest_k", "smallest_nu"]
+__all__ = ["Fit", "Problem", "check_fit", "format_seconds", "largest_k", "smallest_nu"]
 
 _MOST_DOUBLINGS = 16
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What does not fit: the run by itself, GPU memory, RAM, or the time between snapshots."""
+    """What does not fit: the run itself, GPU memory, RAM, or the time between snapshots."""
 
     kind: Literal["run", "gpu", "host", "time"]
     text: str
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """`advice` is empty where everything fits, or where no change that was tried helps."""
+class Fit:
+    """The problems of an estimate, and options that would solve them, if any were found."""
 
     problems: tuple[Problem, ...]
     advice: tuple[str, ...]
 
     @property
     def fits(self) -> bool:
-        """Whether there is no problem."""
+        """Whether there are no problems."""
         return not self.problems
 
 
-def judge(cost: Cost) -> Verdict:
-    """The verdict on a plan.
+def check_fit(cost: Cost) -> Fit:
+    """Check whether an estimate fits.
 
-    >>> judge(cost_of(Run(params=70_000_000_000, gpus=512))).fits
+    >>> check_fit(cost_of(TrainingRun(params=70_000_000_000, gpus=512))).fits
     True
-    >>> for problem in judge(cost_of(Run(params=70_000_000_000, gpus=8))).problems:
+    >>> for problem in check_fit(cost_of(TrainingRun(params=70_000_000_000, gpus=8))).problems:
     ...     print(problem.kind)
     run
     """
     problems = tuple(_problems(cost))
-    return Verdict(problems, tuple(_advice(cost.run, problems)) if problems else ())
+    return Fit(problems, tuple(_advice(cost.run, problems)) if problems else ())
 
 
 def _problems(cost: Cost) -> Iterator[Problem]:
     run, machine = cost.run, cost.run.machine
     gpu, ram = machine.gpu_memory_gib * GIB, machine.host_ram_gib * GIB
     if cost.gpu_training > gpu:
-        # Nothing else matters then, and none of it is the window's doing.
+        # Then nothing else matters, and averaging is not the cause.
         yield Problem(
             "run",
-            f"the run does not fit by itself, without averaging: {machine.state_copies:g} copies "
-            f"of the weights (weights, gradients, optimizer) are {format_bytes(cost.gpu_training)} "
-            f"a GPU, which has {format_bytes(gpu)}",
+            f"the run does not fit even without averaging: {machine.state_copies:g} copies of the "
+            f"weights (weights, gradients, optimizer state) take "
+            f"{format_bytes(cost.gpu_training)} per GPU, which has {format_bytes(gpu)}",
         )
         return
     if cost.gpu_left < 0:
-        lent = ""
-        if cost.gpu_lent:
-            lent = f", and {format_bytes(cost.gpu_lent)} more while the mean is in the model,"
+        swapped = ""
+        if cost.gpu_swapped:
+            swapped = f", plus {format_bytes(cost.gpu_swapped)} while the mean is swapped in,"
         yield Problem(
             "gpu",
             f"GPU memory: training ({format_bytes(cost.gpu_training)}) and averaging "
-            f"({format_bytes(cost.gpu_added)}){lent} are {format_bytes(cost.gpu_peak)} a GPU, "
-            f"which has {format_bytes(gpu)}",
+            f"({format_bytes(cost.gpu_added)}){swapped} take {format_bytes(cost.gpu_peak)} per "
+            f"GPU, which has {format_bytes(gpu)}",
         )
     if cost.host_peak > machine.host_share * ram:
         yield Problem(
             "host",
-            f"RAM: {format_bytes(cost.host_peak)} a node while the mean is read, of which "
-            f"averaging may take {format_bytes(machine.host_share * ram)} "
+            f"RAM: {format_bytes(cost.host_peak)} per node while the mean is read, but averaging "
+            f"may use only {format_bytes(machine.host_share * ram)} "
             f"({machine.host_share:.0%} of {machine.host_ram_gib:g} GiB)",
         )
     interval = run.interval_seconds
     if cost.wait_seconds and interval is not None:
         yield Problem(
             "time",
-            f"time: a snapshot is on its way for {format_seconds(cost.behind_seconds)} and the "
-            f"next comes after {format_seconds(interval)} (ν = {run.nu}, a step of "
+            f"time: copying a snapshot takes {format_seconds(cost.behind_seconds)}, but the next "
+            f"is due after {format_seconds(interval)} (ν = {run.nu} steps of "
             f"{format_seconds(run.step_seconds or 0)}), so training would wait "
-            f"{format_seconds(cost.wait_seconds)} at each",
+            f"{format_seconds(cost.wait_seconds)} per snapshot",
         )
 
 
-def _advice(run: Run, problems: tuple[Problem, ...]) -> Iterator[str]:
+def _advice(run: TrainingRun, problems: tuple[Problem, ...]) -> Iterator[str]:
     changes: dict[str, dict[str, Any]] = {}
     narrow = {"storage_dtype": "bfloat16"}
     if run.stored_bytes == 4 * run.values:
@@ -111,7 +111,7 @@ def _advice(run: Run, problems: tuple[Problem, ...]) -> Iterator[str]:
     if any(p.kind == "time" for p in problems) and nu is not None and _fits(run, nu=nu):
         yield f"--nu {nu} (or more)"
     k = largest_k(run)
-    if k is not None and k >= 2:  # one snapshot is no average
+    if k is not None and k >= 2:  # the mean of one snapshot is the snapshot
         yield f"--k {k}"
     if _fits(run, sharding="fsdp"):
         yield "--sharding fsdp"
@@ -122,19 +122,19 @@ def _advice(run: Run, problems: tuple[Problem, ...]) -> Iterator[str]:
             return
 
 
-def largest_k(run: Run) -> int | None:
-    """The longest window that fits, whatever k `run` has; None where not even one snapshot does.
+def largest_k(run: TrainingRun) -> int | None:
+    """The largest k that fits; None if not even one snapshot does.
 
-    >>> largest_k(Run(params=7_000_000_000, gpus=8))
+    >>> largest_k(TrainingRun(params=7_000_000_000, gpus=8))
     28
     """
     return _last(lambda k: _fits(run, k=k))
 
 
-def smallest_nu(run: Run) -> int | None:
-    """The fewest steps between snapshots that no step waits for; None without `step_seconds`.
+def smallest_nu(run: TrainingRun) -> int | None:
+    """The smallest ν for which training never waits; None without `step_seconds`.
 
-    >>> smallest_nu(Run(params=70_000_000_000, gpus=64, store="disk", step_seconds=2.0))
+    >>> smallest_nu(TrainingRun(params=70_000_000_000, gpus=64, store="disk", step_seconds=2.0))
     4
     """
     if run.step_seconds is None:
@@ -143,7 +143,7 @@ def smallest_nu(run: Run) -> int | None:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds in the unit that suits them.
+    """A duration in a suitable unit.
 
     >>> format_seconds(0.00037), format_seconds(7.12), format_seconds(5400)
     ('0.37 ms', '7.12 s', '1.5 h')
@@ -152,11 +152,11 @@ def format_seconds(seconds: float) -> str:
         if seconds >= size * (2 if unit == "min" else 1):
             return f"{seconds / size:.3g} {unit}"
     if 0 < seconds < 1e-4:
-        return "< 0.1 ms"  # launching the work takes longer than the work
+        return "< 0.1 ms"  # below the cost of a kernel launch
     return f"{seconds * 1e3:.2g} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
 
 
-def _fits(run: Run, **change: Any) -> bool:
+def _fits(run: TrainingRun, **change: Any) -> bool:
     return not any(_problems(cost_of(dataclasses.replace(run, **change))))
 
 
@@ -167,7 +167,7 @@ def _last(fits: Callable[[int], bool]) -> int | None:
     low, high = 1, 2
     while fits(high):
         low, high = high, 2 * high
-        if high > 1 << 20:  # a disk has no end here
+        if high > 1 << 20:  # a disk is taken as unlimited
             return low
     while high - low > 1:
         middle = (low + high) // 2
