@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import click
 
+from torch_lawa.errors import ConfigError
 from torch_lawa.units import parse_bytes
 
 __all__ = [
@@ -17,6 +18,19 @@ __all__ = [
     "selection_options",
     "threads_option",
 ]
+
+
+class _Size(click.ParamType):  # type: ignore[type-arg]
+    """A number of bytes, such as 5GB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        try:
+            return value if isinstance(value, int) else parse_bytes(value)
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+
 
 Command = Callable[..., None]
 Decorator = Callable[[Command], Command]
@@ -79,6 +93,7 @@ _AVERAGE: dict[str, Decorator] = {
     ),
     "max_shard_size": click.option(
         "--max-shard-size",
+        type=_Size(),
         metavar="SIZE",
         help="Split the output into shards of at most SIZE, e.g. 5GB.",
     ),
@@ -96,8 +111,6 @@ def average_options(*, without: tuple[str, ...] = ()) -> Callable[[Command], Com
             from torch_lawa.offline.options import AverageOptions
 
             given = {name: values.pop(name) for name in names}
-            if given.get("max_shard_size") is not None:
-                given["max_shard_size"] = parse_bytes(given["max_shard_size"])
             command(options=AverageOptions(**given), **values)
 
         decorated: Command = wrapped

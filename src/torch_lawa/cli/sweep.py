@@ -130,13 +130,14 @@ def command(
         return
     if evaluator is None and output is None:
         raise click.UsageError("Give --evaluator, -o, or both.")
+    evaluate = _load(evaluator) if evaluator else None
     if not as_json:
         click.echo(str(plan), err=True)
     meter = Meter()
     rows = run_with_progress(
         lambda: run_sweep(
             plan,
-            evaluator=_load(evaluator) if evaluator else None,
+            evaluator=evaluate,
             metrics=metrics if evaluator else None,
             output=output,
             scratch=scratch,
@@ -148,9 +149,9 @@ def command(
         "Sweeping",
     )
     if not as_json:
-        where = f"; rows in {metrics}" if evaluator else ""
-        results = f"; results in {output}" if output else ""
-        click.echo(f"{len(rows)} evaluated{where}{results}.", err=True)
+        evaluated = f"{len(rows)} evaluated; rows in {metrics}. " if evaluator else ""
+        results = f"Results in {output}." if output else ""
+        click.echo((evaluated + results).strip(), err=True)
 
 
 def _load(name: str) -> Callable[[Any], Mapping[str, Any]]:

@@ -230,7 +230,7 @@ def _notes(
     statistics = sum(t.name.endswith("running_mean") for t in tensors)
     if statistics and options.buffers == "newest":
         notes.append(
-            f"the running statistics of {statistics} BatchNorm layers come from the newest "
+            f"BatchNorm's running statistics ({statistics} layers) come from the newest "
             "checkpoint; re-estimate them before use (torch_lawa.recalibrate_batch_norm)."
         )
     if any(t.name.endswith(("lora_A.weight", "lora_B.weight")) for t in tensors):

@@ -105,10 +105,11 @@ class SweepPlan:
         ks = sorted({w.k for w in self.windows})
         ends = sorted({w.end for w in self.windows})
         first, newest = self.found[ends[0]].label, self.found[ends[-1]].label
+        where = newest if len(ends) == 1 else f"{len(ends)} of them ({first} to {newest})"
         lines = [
             f"Sweep of {len(self.found)} checkpoints ({self.coefficients}): "
-            f"k = {', '.join(map(str, ks))}, ending at {len(ends)} of them ({first} to {newest}).",
-            f"{len(self.windows)} results of {format_bytes(self.result_bytes)} each.",
+            f"k = {', '.join(map(str, ks))}, ending at {where}.",
+            f"Results: {len(self.windows)} of {format_bytes(self.result_bytes)} each.",
         ]
         return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
 
@@ -173,19 +174,15 @@ def plan_sweep(
     )
     too_long = [k for k in ks if not any(w.k == k for w in windows)]
     if too_long:
-        where = "" if at is None else " up to the steps of --at"
+        most = len(found) if at is None else 1 + max(numbers.index(step) for step in at)
         raise ConfigError(
-            f"--k {too_long[0]}, but only {_longest(found, numbers, at)} checkpoints were found"
-            f"{where}. Use smaller k."
+            f"--k {too_long[0]}, but the longest window has {most} of the {len(found)} checkpoints "
+            f"that were found ({few(f.label for f in found)}). Use --k {most} or less."
         )
     newest = found[windows[-1].end]
     probe = plan_found([newest], LocalPlace("sweep.safetensors"), options)
     tensors = {t.written: t.target for t in probe.tensors}
     return SweepPlan(tuple(found), windows, options, tensors, chosen.notes)
-
-
-def _longest(found: Sequence[Found], numbers: Sequence[int], at: Sequence[int] | None) -> int:
-    return len(found) if at is None else 1 + max(numbers.index(step) for step in at)
 
 
 def sweep_checkpoints(

@@ -104,8 +104,8 @@ class WatchTarget:
             clash = ours == folder or folder in ours.parents
         if clash or ours in folder.parents:
             raise OutputError(
-                f"{self}: this is inside the run {run.text}, where an average would be read as a "
-                f"checkpoint. Write beside the run, such as to "
+                f"{self}: the output is inside the run {run.text}, where an average would be read "
+                f"as a checkpoint. Write beside the run, such as to "
                 f"{folder.with_name(folder.name + '-averaged')}."
             )
 
