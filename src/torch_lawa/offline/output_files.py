@@ -1,8 +1,8 @@
 """Write the output: under a temporary name first, so that it appears whole or not at all.
 
-A local result is flushed and renamed. On a server a folder is several objects that cannot be
-renamed in one step, so the file that makes it a checkpoint (the index, or the only weights file) is
-uploaded last. An older index is removed before its shards are replaced: a valid index over old and
+A local result is flushed and renamed. On a server a folder is several objects, without an atomic
+rename, so the file that makes it a checkpoint (the index, or the only weights file) is uploaded
+last. An older index is removed before its shards are replaced: a valid index over old and
 new shards would be a checkpoint that never existed.
 """
 

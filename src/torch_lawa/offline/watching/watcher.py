@@ -91,6 +91,8 @@ def watch_run(
         watcher.poll()
         if once and watcher.settling and not stop.wait(settle + 0.01):
             watcher.poll()
+        if once and watcher.num_kept < k:
+            on_message(f"no average yet: {watcher.num_kept} of {k} checkpoints")
         while not once and not stop.wait(poll):
             watcher.poll()
 
@@ -155,6 +157,11 @@ class Watcher:
     def settling(self) -> bool:
         """Whether a checkpoint is due that may still be incomplete."""
         return self._admission.settling
+
+    @property
+    def num_kept(self) -> int:
+        """The number of checkpoints in the window."""
+        return len(self._window.state.snapshots)
 
     def poll(self) -> None:
         """Take new complete checkpoints, and average the window if it has changed."""

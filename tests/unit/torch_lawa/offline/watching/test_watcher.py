@@ -239,6 +239,14 @@ def test_until_stopped(trainer: Trainer, out: Path) -> None:
     assert_file(out, trainer.mean(100))
 
 
+def test_once_says_that_there_are_too_few(trainer: Trainer, out: Path) -> None:
+    trainer.write(100, 200)
+    said: list[str] = []
+    watch_run(trainer.folder, out, k=3, once=True, settle=0, on_message=said.append)
+    assert said[-1] == "no average yet: 2 of 3 checkpoints"
+    assert not out.exists()
+
+
 def test_mistakes_are_refused_at_the_start(trainer: Trainer, out: Path) -> None:
     trainer.write(1)
     for problem, output, how in [
