@@ -57,8 +57,10 @@ def metrics(tmp_path: Path) -> Path:
 def table(said: str, caption: str) -> list[list[str]]:
     """The cells of the first table after a caption; a cell ends where two spaces follow."""
     lines = said[said.index(caption) :].splitlines()
-    rule = next(place for place, line in enumerate(lines) if line.startswith(" ──"))
-    end = next(place for place, line in enumerate(lines) if place > rule and not line.strip())
+    rule = next(location for location, line in enumerate(lines) if line.startswith(" ──"))
+    end = next(
+        location for location, line in enumerate(lines) if location > rule and not line.strip()
+    )
     return [re.split(r"\s{2,}", line.strip()) for line in lines[rule + 1 : end]]
 
 

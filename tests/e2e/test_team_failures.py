@@ -122,8 +122,8 @@ def test_a_short_standstill_is_forgiven(home: Path) -> None:
 
 OTHER = """
 from torch_lawa.offline import following
-real = following.parse_place
-following.parse_place = lambda name: real(name.replace("step_1", {other!r}))
+real = following.parse_location
+following.parse_location = lambda name: real(name.replace("step_1", {other!r}))
 """
 
 

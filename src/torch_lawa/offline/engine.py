@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from torch_lawa.checkpoints.formats.base import Checkpoint
-from torch_lawa.checkpoints.storage.paths import LocalPlace
+from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.coefficients import Uniform, Weights
 from torch_lawa.errors import FormatError
 from torch_lawa.mean.dtypes import DTYPES
@@ -79,7 +79,7 @@ def default_threads(checkpoints: Sequence[Checkpoint], processes: int = 1) -> in
 
     Threads that read from a server spend most of their time waiting.
     """
-    if not all(c.place.local for c in checkpoints):
+    if not all(c.location.local for c in checkpoints):
         return max(1, _REMOTE_THREADS // processes)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(_LOCAL_THREADS, (cores or 1) // processes))
@@ -132,7 +132,7 @@ def run(
 
     Returns the names of tensors whose mean contains NaN or Inf.
     """
-    local = all(c.place.local for c in checkpoints)
+    local = all(c.location.local for c in checkpoints)
     if not local and length is None:
         length = _REMOTE_PIECE
     used, used_weights = drop_zeros(checkpoints, weights)
@@ -182,23 +182,25 @@ def refusing_changes(opened: Sequence[Checkpoint]) -> Iterator[None]:
     A file that was deleted or replaced by another of its name was read as it had been, so that is
     no error. Remote files are not checked.
     """
-    places = [place for checkpoint in opened for place in checkpoint.files]
-    before = [(place, _stamp(place)) for place in places if isinstance(place, LocalPlace)]
+    locations = [location for checkpoint in opened for location in checkpoint.files]
+    before = [
+        (location, _stamp(location)) for location in locations if isinstance(location, LocalPath)
+    ]
     yield
-    for place, (inode, *stamp) in before:
+    for location, (inode, *stamp) in before:
         try:
-            inode_now, *stamp_now = _stamp(place)
+            inode_now, *stamp_now = _stamp(location)
         except FileNotFoundError:
             continue
         if inode_now == inode and stamp_now != stamp:
             raise FormatError(
-                f"{place}: was written to while it was being read, so nothing was made of it. Try "
+                f"{location}: was written to while it was being read, so nothing was made of it. Try "
                 "again when it is complete; `lawa watch` waits for that by itself."
             )
 
 
-def _stamp(place: LocalPlace) -> tuple[int, int, int]:
-    found = place.path.stat()
+def _stamp(location: LocalPath) -> tuple[int, int, int]:
+    found = location.path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 

@@ -40,8 +40,8 @@ def match_tensors(
     for pattern in options.patterns:
         if not any(fnmatchcase(name, pattern) for name in everywhere):
             raise ConfigError(
-                f"no tensor of {newest.place} matches the pattern {pattern!r}. "
-                f"`lawa inspect {newest.place} --tensors` lists their names."
+                f"no tensor of {newest.location} matches the pattern {pattern!r}. "
+                f"`lawa inspect {newest.location} --tensors` lists their names."
             )
     if not chosen:
         raise ConfigError("--include and --exclude leave no tensor to write.")
@@ -51,7 +51,7 @@ def match_tensors(
     for name in chosen:
         if not name.startswith(prefix) or name == prefix:
             raise ConfigError(
-                f"tensor {name!r} of {newest.place} does not begin with {prefix!r}. Leave such "
+                f"tensor {name!r} of {newest.location} does not begin with {prefix!r}. Leave such "
                 f"tensors out with --include '{prefix}*', or do without --strip-prefix."
             )
     return [_planned(newest, name, options) for name in chosen]
@@ -79,7 +79,7 @@ def _compare(
             tied = other.aliases.get(name)
             why = f"it is tied to {tied!r} there" if tied else "it has no tensor of that name"
             raise LayoutError(
-                f"{other.place}: tensor {name!r} of {newest.file_of(name)} is missing: {why}. "
+                f"{other.location}: tensor {name!r} of {newest.file_of(name)} is missing: {why}. "
                 f"{advice}"
             )
         if other.tensors[name] != newest.tensors[name]:
@@ -91,7 +91,7 @@ def _compare(
     for name in other.tensors:
         if name not in known and options.includes(name):
             raise LayoutError(
-                f"{other.file_of(name)}: tensor {name!r} is not in {newest.place}. {advice}"
+                f"{other.file_of(name)}: tensor {name!r} is not in {newest.location}. {advice}"
             )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch_lawa.checkpoints.formats.huggingface import INDEXES, WEIGHTS, read_json
-from torch_lawa.checkpoints.formats.sharded_layout import lay_file, write_at, write_index
+from torch_lawa.checkpoints.formats.safetensors_folder import lay_file, write_at, write_index
 from torch_lawa.checkpoints.storage.atomic import (
     TEMPORARY,
     clear_stale,
@@ -28,7 +28,7 @@ from torch_lawa.checkpoints.storage.atomic import (
     sync_folder,
     temporary_name,
 )
-from torch_lawa.checkpoints.storage.paths import LocalPlace, Place, RemotePlace
+from torch_lawa.checkpoints.storage.paths import LocalPath, Location, RemoteURL
 from torch_lawa.errors import LawaError, OutputError
 from torch_lawa.mean.dtypes import DTYPES
 from torch_lawa.mean.kernels import Bytes
@@ -122,8 +122,8 @@ def writing(
         if output.index:
             weight_map = {t.written: s.file for s in output.shards for t in s.tensors}
             write_index(folder / output.index, weight_map, output.num_bytes)
-        for place in output.copied:
-            _copy(place, folder / place.name, output)
+        for location in output.copied:
+            _copy(location, folder / location.name, output)
         if output.kind != "safetensors":
             _hand_over(folder, output, metadata, aliases)
         _deliver(folder, output)
@@ -132,8 +132,8 @@ def writing(
 @contextlib.contextmanager
 def _aside(output: Output, shared: Path | None) -> Iterator[Path]:
     """A temporary folder on the disk of the target, removed in any case."""
-    if isinstance(output.place, LocalPlace):
-        target = output.place.path
+    if isinstance(output.location, LocalPath):
+        target = output.location.path
         target.parent.mkdir(parents=True, exist_ok=True)
         clear_stale(target)
         if shared is None:
@@ -154,10 +154,10 @@ def _aside(output: Output, shared: Path | None) -> Iterator[Path]:
 
 
 def _deliver(folder: Path, output: Output) -> None:
-    if isinstance(output.place, RemotePlace):
-        _upload(folder, output.place, output)
-    elif isinstance(output.place, LocalPlace):
-        target = output.place.path
+    if isinstance(output.location, RemoteURL):
+        _upload(folder, output.location, output)
+    elif isinstance(output.location, LocalPath):
+        target = output.location.path
         if not output.overwrite and os.path.lexists(target):
             raise OutputError(
                 f"{target}: another process wrote it meanwhile; it was kept. Pass --overwrite to "
@@ -170,21 +170,21 @@ def _deliver(folder: Path, output: Output) -> None:
             publish(folder / target.name, target)
 
 
-def _upload(folder: Path, place: RemotePlace, output: Output) -> None:
+def _upload(folder: Path, location: RemoteURL, output: Output) -> None:
     """Upload the files of `folder`; no weights of an older result are left."""
     if not output.is_folder:
-        place.upload(folder / output.shards[0].file)
+        location.upload(folder / output.shards[0].file)
         return
     last = output.index or output.shards[0].file
     names = sorted((path.name for path in folder.iterdir()), key=lambda name: (name == last, name))
-    older = {found.name for found in place.children()} if place.exists() else set()
+    older = {found.name for found in location.children()} if location.exists() else set()
     if older & {shard.file for shard in output.shards} - {last}:
         for name in older & set(INDEXES):
-            place.child(name).remove()
-    new: list[RemotePlace] = []
+            location.child(name).remove()
+    new: list[RemoteURL] = []
     try:
         for name in names:
-            target = place.child(name)
+            target = location.child(name)
             if name not in older:
                 new.append(target)
             target.upload(folder / name)
@@ -195,26 +195,26 @@ def _upload(folder: Path, place: RemotePlace, output: Output) -> None:
         raise
     for name in sorted(older - set(names), key=_is_shard):  # indexes before shards
         if name in (*WEIGHTS, *INDEXES, *_STATE_FILES, ".metadata") or _is_shard(name):
-            place.child(name).remove()
+            location.child(name).remove()
 
 
 def _is_shard(name: str) -> bool:
     return _SHARD.fullmatch(name) is not None
 
 
-def _copy(place: Place, path: Path, output: Output) -> None:
-    path.write_bytes(place.read_bytes())
+def _copy(location: Location, path: Path, output: Output) -> None:
+    path.write_bytes(location.read_bytes())
     floats = {t.target.dtype for shard in output.shards for t in shard.tensors
               if t.source.dtype != t.target.dtype}  # fmt: skip
-    if place.name == "config.json" and len(floats) == 1:
-        config = read_json(place)
+    if location.name == "config.json" and len(floats) == 1:
+        config = read_json(location)
         for key in ("torch_dtype", "dtype"):
             if key in config:
                 config[key] = DTYPES[next(iter(floats))].torch_name
         path.write_text(json.dumps(config, indent=2) + "\n")
     with contextlib.suppress(OSError):
-        if isinstance(place, LocalPlace):
-            shutil.copymode(place.path, path)
+        if isinstance(location, LocalPath):
+            shutil.copymode(location.path, path)
     sync_file(path)
 
 

@@ -7,14 +7,14 @@ from typing import Literal
 
 from torch_lawa.checkpoints.formats.base import Checkpoint, Layout, TensorSpec
 from torch_lawa.checkpoints.formats.huggingface import WEIGHTS
-from torch_lawa.checkpoints.formats.opening import TORCH_SUFFIXES, is_checkpoint_folder
-from torch_lawa.checkpoints.formats.sharded_layout import (
+from torch_lawa.checkpoints.formats.registry import TORCH_SUFFIXES, is_checkpoint_folder
+from torch_lawa.checkpoints.formats.safetensors_folder import (
     DEFAULT_SHARD,
     group_by_size,
     shard_names,
     widest_first,
 )
-from torch_lawa.checkpoints.storage.paths import LocalPlace, Place
+from torch_lawa.checkpoints.storage.paths import LocalPath, Location
 from torch_lawa.errors import ConfigError, OutputError
 from torch_lawa.offline.matching import PlannedTensor
 from torch_lawa.offline.options import AverageOptions
@@ -38,12 +38,12 @@ class Shard:
 class Output:
     """What will be written, and where."""
 
-    place: Place
+    location: Location
     kind: Literal["safetensors", "torch", "distributed"]
     is_folder: bool
     shards: tuple[Shard, ...]
     index: str | None  # name of the file that maps tensors to shards
-    copied: tuple[Place, ...]
+    copied: tuple[Location, ...]
     nested_under: str  # the key that holds the weights in a PyTorch file or DCP folder
     overwrite: bool
 
@@ -55,7 +55,7 @@ class Output:
     @property
     def space(self) -> int:
         """Bytes of disk needed while it is written: twice its size where PyTorch writes it."""
-        copied = sum(place.size for place in self.copied)
+        copied = sum(location.size for location in self.copied)
         return self.num_bytes * (1 if self.kind == "safetensors" else 2) + copied
 
     def describe(self) -> str:
@@ -70,7 +70,7 @@ class Output:
 
 
 def plan_output(
-    place: Place,
+    location: Location,
     checkpoints: Sequence[Checkpoint],
     tensors: Sequence[PlannedTensor],
     options: AverageOptions,
@@ -79,10 +79,10 @@ def plan_output(
 ) -> Output:
     """Decide the layout: the one in `options`, else that of the newest input."""
     newest, layout, max_shard_size = checkpoints[-1], options.layout, options.max_shard_size
-    is_file = place.suffix in (".safetensors", *TORCH_SUFFIXES)
+    is_file = location.suffix in (".safetensors", *TORCH_SUFFIXES)
     if is_file and layout not in (None, "single"):
         raise ConfigError(
-            f"{place}: this names one file, but --layout {layout} needs a folder. Give a name "
+            f"{location}: this names one file, but --layout {layout} needs a folder. Give a name "
             "without a suffix."
         )
     chosen: Layout = "single" if is_file else layout or newest.layout
@@ -90,24 +90,24 @@ def plan_output(
         chosen = "sharded"
     if max_shard_size is not None and chosen != "sharded":
         raise ConfigError(
-            f"--max-shard-size was given, but {place} will have no shards. Leave it out, or give "
+            f"--max-shard-size was given, but {location} will have no shards. Leave it out, or give "
             "a folder and --layout sharded."
         )
     kind: Literal["safetensors", "torch", "distributed"] = "safetensors"
-    if is_file and place.suffix != ".safetensors":
+    if is_file and location.suffix != ".safetensors":
         kind = "torch"
     elif chosen == "distributed":
         kind = "distributed"
-    if kind != "safetensors" and not place.local:
+    if kind != "safetensors" and not location.local:
         raise ConfigError(
-            f"{place}: only safetensors can be written to a URL. Write to a path and upload it, or "
+            f"{location}: only safetensors can be written to a URL. Write to a path and upload it, or "
             "use --layout single or sharded."
         )
-    shards = _shards(place, newest, tensors, chosen if kind == "safetensors" else "single",
+    shards = _shards(location, newest, tensors, chosen if kind == "safetensors" else "single",
                      max_shard_size, is_file)  # fmt: skip
-    _refuse_clashes(place, checkpoints, overwrite)
+    _refuse_clashes(location, checkpoints, overwrite)
     return Output(
-        place=place,
+        location=location,
         kind=kind,
         is_folder=not is_file,
         shards=shards,
@@ -119,7 +119,7 @@ def plan_output(
 
 
 def _shards(
-    place: Place,
+    location: Location,
     newest: Checkpoint,
     tensors: Sequence[PlannedTensor],
     layout: Layout,
@@ -127,7 +127,7 @@ def _shards(
     is_file: bool,
 ) -> tuple[Shard, ...]:
     if layout != "sharded":
-        file = place.name if is_file else f"{_stem(newest)}.safetensors"
+        file = location.name if is_file else f"{_stem(newest)}.safetensors"
         return (Shard(file, widest_first(tensors, _target)),)
     groups: dict[str, list[PlannedTensor]] = {}
     if newest.layout == "sharded" and max_shard_size is None:
@@ -156,59 +156,59 @@ def _stem(newest: Checkpoint) -> str:
     return "model"
 
 
-def side_files(newest: Checkpoint) -> list[Place]:
+def side_files(newest: Checkpoint) -> list[Location]:
     """The files beside the weights that are copied into an output folder."""
-    folder = newest.place
+    folder = newest.location
     if not folder.is_folder():
         if folder.name not in WEIGHTS:
             return []
         folder = folder.parent
     return [
-        place
-        for place in folder.children()
-        if place.suffix in _COPIED
-        and place.is_file()
-        and place.name not in _NOT_COPIED
-        and not place.name.endswith(".index.json")
+        location
+        for location in folder.children()
+        if location.suffix in _COPIED
+        and location.is_file()
+        and location.name not in _NOT_COPIED
+        and not location.name.endswith(".index.json")
     ]
 
 
-def _refuse_clashes(place: Place, checkpoints: Sequence[Checkpoint], overwrite: bool) -> None:
-    ours = _resolved(place)
+def _refuse_clashes(location: Location, checkpoints: Sequence[Checkpoint], overwrite: bool) -> None:
+    ours = _resolved(location)
     for checkpoint in checkpoints:
-        for part in (checkpoint.place, *checkpoint.files):
+        for part in (checkpoint.location, *checkpoint.files):
             theirs = _resolved(part)
             if theirs == ours or theirs.startswith(ours + "/") or ours.startswith(theirs + "/"):
                 raise OutputError(
-                    f"{place}: the output is, contains or is inside the input {checkpoint.place}. "
+                    f"{location}: the output is, contains or is inside the input {checkpoint.location}. "
                     "Write elsewhere."
                 )
-    if isinstance(place, LocalPlace):
-        _refuse_odd(place)
-    if not place.exists():
+    if isinstance(location, LocalPath):
+        _refuse_odd(location)
+    if not location.exists():
         return
     if not overwrite:
-        raise OutputError(f"{place}: already exists. Pass --overwrite to replace it.")
+        raise OutputError(f"{location}: already exists. Pass --overwrite to replace it.")
     # On a server nothing but weights is ever removed.
-    other = place.local and place.is_folder() and bool(place.children())
-    if other and not is_checkpoint_folder(place):
+    other = location.local and location.is_folder() and bool(location.children())
+    if other and not is_checkpoint_folder(location):
         raise OutputError(
-            f"{place}: this folder contains more than a checkpoint, and --overwrite would remove "
+            f"{location}: this folder contains more than a checkpoint, and --overwrite would remove "
             "all of it. Write elsewhere, or remove the folder yourself."
         )
 
 
-def _refuse_odd(place: LocalPlace) -> None:
+def _refuse_odd(location: LocalPath) -> None:
     """Refuse what `--overwrite` must not replace, such as /dev/null, and parents that are files."""
-    if os.path.lexists(place.path) and not place.exists():
+    if os.path.lexists(location.path) and not location.exists():
         raise OutputError(
-            f"{place}: this is neither a file nor a folder (a device, or a broken link). Write "
+            f"{location}: this is neither a file nor a folder (a device, or a broken link). Write "
             "elsewhere."
         )
-    above = next((p for p in place.path.parents if os.path.lexists(p)), None)
+    above = next((p for p in location.path.parents if os.path.lexists(p)), None)
     if above is not None and not above.is_dir():
-        raise OutputError(f"{place}: {above} is not a folder. Write elsewhere.")
+        raise OutputError(f"{location}: {above} is not a folder. Write elsewhere.")
 
 
-def _resolved(place: Place) -> str:
-    return str(place.path.resolve()) if isinstance(place, LocalPlace) else str(place)
+def _resolved(location: Location) -> str:
+    return str(location.path.resolve()) if isinstance(location, LocalPath) else str(location)

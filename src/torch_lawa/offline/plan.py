@@ -6,11 +6,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch_lawa.checkpoints.find.select import Discovery, Found, discover, select
+from torch_lawa.checkpoints.find.select import Discovery, FoundCheckpoint, find_checkpoints, select
 from torch_lawa.checkpoints.formats.base import Checkpoint
 from torch_lawa.checkpoints.formats.huggingface import read_json
-from torch_lawa.checkpoints.formats.opening import open_checkpoint
-from torch_lawa.checkpoints.storage.paths import Place, parse_place
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
+from torch_lawa.checkpoints.storage.paths import Location, parse_location
 from torch_lawa.coefficients import Explicit, Uniform, Weights, name_coefficients
 from torch_lawa.errors import ConfigError, LayoutError
 from torch_lawa.offline.matching import PlannedTensor, match_tensors, shared_aliases
@@ -28,7 +28,7 @@ _LORA = ("r", "lora_alpha", "use_rslora", "use_dora", "peft_type", "rank_pattern
 class PlannedInput:
     """A checkpoint that is averaged, and its weight."""
 
-    place: Place
+    location: Location
     label: str
     step: int | None
     epoch: int | None
@@ -67,7 +67,7 @@ class AveragePlan:
         labels = max(len(i.label) for i in self.inputs)
         for i in self.inputs:
             size = format_bytes(i.num_bytes)
-            lines.append(f"  {i.label:<{labels}}  weight {i.weight:<8.4g} {size:>8}  {i.place}")
+            lines.append(f"  {i.label:<{labels}}  weight {i.weight:<8.4g} {size:>8}  {i.location}")
         averaged = [t for t in self.tensors if t.rule == "average"]
         dtypes = sorted({t.target.dtype for t in averaged})
         lines.append(
@@ -79,7 +79,7 @@ class AveragePlan:
             f"Reads {format_bytes(self.bytes_read)}, writes {format_bytes(self.bytes_written)}:"
         )
         copied = f" and {len(self.output.copied)} copied files" if self.output.copied else ""
-        lines.append(f"  {self.output.place}: {self.output.describe()}{copied}")
+        lines.append(f"  {self.output.location}: {self.output.describe()}{copied}")
         lines += [f"Note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -88,7 +88,7 @@ class AveragePlan:
         return {
             "inputs": [
                 {
-                    "path": str(i.place),
+                    "path": str(i.location),
                     "step": i.step,
                     "epoch": i.epoch,
                     "format": i.format,
@@ -103,11 +103,11 @@ class AveragePlan:
             "tied": self.aliases,
             "bytes_read": self.bytes_read,
             "bytes_written": self.bytes_written,
-            "output": str(self.output.place),
+            "output": str(self.output.location),
             "layout": {
                 "kind": self.output.kind,
                 "files": [shard.file for shard in self.output.shards],
-                "copied": [place.name for place in self.output.copied],
+                "copied": [location.name for location in self.output.copied],
             },
             "notes": list(self.notes),
         }
@@ -144,7 +144,7 @@ def plan_average(
     ([200, 300], 16)
     """
     many = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
-    found = discover(many, key=options.key)
+    found = find_checkpoints(many, key=options.key)
     selection = {"last": last, "at": at, "start": start, "stop": stop, "every": every}
     if found.is_run and all(value is None for value in selection.values()):
         num = len(found.found)
@@ -155,13 +155,13 @@ def plan_average(
     if weights is not None:
         options = replace(options, coefficients=_explicit(found, many, weights, options))
     chosen = select(found, last=last, at=at, start=start, stop=stop, every=every)
-    place = parse_place(output)
-    return plan_found(chosen.found, place, options, notes=chosen.notes, overwrite=overwrite)
+    location = parse_location(output)
+    return plan_found(chosen.found, location, options, notes=chosen.notes, overwrite=overwrite)
 
 
 def plan_found(
-    found: Sequence[Found],
-    output: Place,
+    found: Sequence[FoundCheckpoint],
+    output: Location,
     options: AverageOptions,
     *,
     notes: Sequence[str] = (),
@@ -169,14 +169,14 @@ def plan_found(
 ) -> AveragePlan:
     """Plan the average of checkpoints that were found and chosen, oldest first."""
     with ExitStack() as stack:
-        opened = [stack.enter_context(open_checkpoint(f.place, key=options.key)) for f in found]
+        opened = [stack.enter_context(open_checkpoint(f.location, key=options.key)) for f in found]
         return plan_opened(found, opened, output, options, notes=notes, overwrite=overwrite)
 
 
 def plan_opened(
-    found: Sequence[Found],
+    found: Sequence[FoundCheckpoint],
     opened: Sequence[Checkpoint],
-    output: Place,
+    output: Location,
     options: AverageOptions,
     *,
     notes: Sequence[str] = (),
@@ -189,7 +189,7 @@ def plan_opened(
     return AveragePlan(
         inputs=tuple(
             PlannedInput(
-                f.place, f.label, f.step, f.epoch, c.format, c.num_bytes, w / weights.divisor
+                f.location, f.label, f.step, f.epoch, c.format, c.num_bytes, w / weights.divisor
             )
             for f, c, w in zip(found, opened, weights.numerators, strict=True)
         ),
@@ -216,11 +216,11 @@ def _explicit(
             "Give one weight for each file, in the order of the files."
         )
     given = {
-        str(single.place): weight
+        str(single.location): weight
         for each, weight in zip(inputs, weights, strict=True)
-        for single in discover([each], key=options.key).found
+        for single in find_checkpoints([each], key=options.key).found
     }
-    return Explicit([given[str(f.place)] for f in found.found])
+    return Explicit([given[str(f.location)] for f in found.found])
 
 
 def _notes(
@@ -245,17 +245,17 @@ def _check_adapters(opened: Sequence[Checkpoint]) -> None:
     """Refuse adapters of the same shapes that are scaled differently: their mean is wrong."""
     configs = []
     for checkpoint in opened:
-        folder = checkpoint.place
+        folder = checkpoint.location
         folder = folder if folder.is_folder() else folder.parent
-        place = folder.child("adapter_config.json")
-        if checkpoint.files[0].name.startswith("adapter_model") and place.is_file():
-            configs.append((place, read_json(place)))
-    for place, config in configs[:-1]:
-        newest_place, newest = configs[-1]
+        location = folder.child("adapter_config.json")
+        if checkpoint.files[0].name.startswith("adapter_model") and location.is_file():
+            configs.append((location, read_json(location)))
+    for location, config in configs[:-1]:
+        newest_location, newest = configs[-1]
         for name in _LORA:
             if config.get(name) != newest.get(name):
                 raise LayoutError(
-                    f"{place}: {name} is {config.get(name)}, but {newest.get(name)} in "
-                    f"{newest_place}. Adapters that are scaled differently have no mean; average "
+                    f"{location}: {name} is {config.get(name)}, but {newest.get(name)} in "
+                    f"{newest_location}. Adapters that are scaled differently have no mean; average "
                     "those of one training run."
                 )

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_lawa.checkpoints.find.select import Found, discover, select
+from torch_lawa.checkpoints.find.select import FoundCheckpoint, find_checkpoints, select
 from torch_lawa.checkpoints.find.step_names import few
 from torch_lawa.checkpoints.formats.base import TensorSpec
-from torch_lawa.checkpoints.formats.opening import open_checkpoint
-from torch_lawa.checkpoints.storage.paths import LocalPlace, Place, parse_place
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
+from torch_lawa.checkpoints.storage.paths import LocalPath, Location, parse_location
 from torch_lawa.coefficients import Uniform, name_coefficients
 from torch_lawa.errors import ConfigError, FormatError, OutputError
 from torch_lawa.mean.kernels import PIECE, make_pieces
@@ -85,7 +85,7 @@ class SweepWindow:
 class SweepPlan:
     """Which windows of which checkpoints are averaged. `run_sweep` runs it."""
 
-    found: tuple[Found, ...]
+    found: tuple[FoundCheckpoint, ...]
     windows: tuple[SweepWindow, ...]
     options: AverageOptions
     tensors: Mapping[str, TensorSpec]  # of every result
@@ -117,7 +117,7 @@ class SweepPlan:
         """The plan as JSON values."""
         return {
             "checkpoints": [
-                {"path": str(f.place), "step": f.step, "epoch": f.epoch} for f in self.found
+                {"path": str(f.location), "step": f.step, "epoch": f.epoch} for f in self.found
             ],
             "windows": [{"k": w.k, "step": w.step, "epoch": w.epoch} for w in self.windows],
             "coefficients": self.coefficients,
@@ -151,7 +151,7 @@ def plan_sweep(
         if getattr(options, name) != getattr(DEFAULTS, name):
             raise ConfigError(f"{name}={getattr(options, name)!r}: not supported by a sweep.")
     many = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
-    chosen = select(discover(many, key=options.key), start=start, stop=stop, every=every)
+    chosen = select(find_checkpoints(many, key=options.key), start=start, stop=stop, every=every)
     found = chosen.found
     if chosen.ordered_by == "given":
         raise ConfigError(
@@ -180,7 +180,7 @@ def plan_sweep(
             f"that were found ({few(f.label for f in found)}). Use --k {most} or less."
         )
     newest = found[windows[-1].end]
-    probe = plan_found([newest], LocalPlace("sweep.safetensors"), options)
+    probe = plan_found([newest], LocalPath("sweep.safetensors"), options)
     tensors = {t.written: t.target for t in probe.tensors}
     return SweepPlan(tuple(found), windows, options, tensors, chosen.notes)
 
@@ -234,7 +234,7 @@ def run_sweep(
     check_threads(threads)
     if evaluator is None and output is None:
         raise ConfigError("a sweep needs an evaluator, an output folder, or both.")
-    if evaluator is not None and output is not None and not parse_place(output).local:
+    if evaluator is not None and output is not None and not parse_location(output).local:
         raise ConfigError(
             f"{output}: results to evaluate must be local files. Write them to a path, or sweep "
             "twice: once with the evaluator and once for the URL."
@@ -247,29 +247,29 @@ def run_sweep(
         writer = stack.enter_context(MetricsWriter(metrics)) if metrics else None
         if output is None:
             temporary = tempfile.TemporaryDirectory(prefix="lawa-sweep-", dir=scratch)
-            folder: Place = LocalPlace(stack.enter_context(temporary))
+            folder: Location = LocalPath(stack.enter_context(temporary))
         else:
-            folder = parse_place(output)
-        places = {w: folder.child(f"{w.name}.safetensors") for w in todo}
-        made = [w for w in todo if output is not None and _is_made(plan, w, places[w])]
+            folder = parse_location(output)
+        locations = {w: folder.child(f"{w.name}.safetensors") for w in todo}
+        made = [w for w in todo if output is not None and _is_made(plan, w, locations[w])]
         known = set(made)
         left = [w for w in todo if w not in known]
         batches = list(_batches(left, plan, folder, keep=output is not None))
         meter.total = sum(_bytes_read(batch, plan) for batch in batches)
         for batch in (made, *batches):
             if batch is not made:
-                _make(plan, batch, places, threads, meter)
+                _make(plan, batch, locations, threads, meter)
             for window in batch if evaluator else ():
                 if meter.stopped:
                     raise Stopped
-                row = _evaluate(evaluator, places[window], window, facts)  # type: ignore[arg-type]
+                row = _evaluate(evaluator, locations[window], window, facts)  # type: ignore[arg-type]
                 rows.append(row)
                 if writer:
                     writer.write(row)
                 if on_row:
                     on_row(row)
                 if output is None:
-                    Path(str(places[window])).unlink()
+                    Path(str(locations[window])).unlink()
     return rows
 
 
@@ -291,31 +291,31 @@ def _k(window: SweepWindow) -> int | None:
     return None if window.k == 1 else window.k
 
 
-def _is_made(plan: SweepPlan, window: SweepWindow, place: Place) -> bool:
-    """Whether `place` is already the mean of this window, by its provenance, tensors and date.
+def _is_made(plan: SweepPlan, window: SweepWindow, location: Location) -> bool:
+    """Whether `location` is already the mean of this window, by its provenance, tensors and date.
 
     False where nothing exists; anything else there is refused.
     """
-    if not place.exists():
+    if not location.exists():
         return False
     found = [plan.found[at] for at in window.positions]
     weights = plan.options.rule.weights(window.k)
     inputs = [
-        (str(f.place), f.step, f.epoch, w / weights.divisor)
+        (str(f.location), f.step, f.epoch, w / weights.divisor)
         for f, w in zip(found, weights.numerators, strict=True)
     ]
     expected = plan.coefficients, plan.options.key, inputs, plan.tensors
-    if _contents(place) != expected or not _is_newer(place, found):
+    if _contents(location) != expected or not _is_newer(location, found):
         raise OutputError(
-            f"{place}: already exists, and is not the mean of these checkpoints as they are now. "
+            f"{location}: already exists, and is not the mean of these checkpoints as they are now. "
             "Remove it, or write elsewhere."
         )
     return True
 
 
-def _contents(place: Place) -> tuple[object, ...]:
+def _contents(location: Location) -> tuple[object, ...]:
     try:
-        existing = inspect_checkpoint(str(place))
+        existing = inspect_checkpoint(str(location))
     except FormatError:
         return ()
     made = existing.provenance or {}
@@ -325,13 +325,14 @@ def _contents(place: Place) -> tuple[object, ...]:
     return made.get("coefficients"), made.get("key"), inputs, existing.tensors
 
 
-def _is_newer(place: Place, found: Sequence[Found]) -> bool:
+def _is_newer(location: Location, found: Sequence[FoundCheckpoint]) -> bool:
     """Whether a result was written after all of its inputs; unknown, so False, on a server."""
-    if not isinstance(place, LocalPlace):
+    if not isinstance(location, LocalPath):
         return False
-    written = place.path.stat().st_mtime_ns
+    written = location.path.stat().st_mtime_ns
     return all(
-        isinstance(f.place, LocalPlace) and _last_written(f.place.path) <= written for f in found
+        isinstance(f.location, LocalPath) and _last_written(f.location.path) <= written
+        for f in found
     )
 
 
@@ -341,11 +342,11 @@ def _last_written(path: Path) -> int:
 
 
 def _batches(
-    windows: Sequence[SweepWindow], plan: SweepPlan, folder: Place, *, keep: bool
+    windows: Sequence[SweepWindow], plan: SweepPlan, folder: Location, *, keep: bool
 ) -> Iterator[list[SweepWindow]]:
     """As many results at a time as the disk and the limit of open files allow."""
     limit = _OPEN_FILES
-    if not keep and isinstance(folder, LocalPlace):
+    if not keep and isinstance(folder, LocalPath):
         stat = os.statvfs(folder.path)
         room = stat.f_bavail * stat.f_frsize * _SHARE_OF_DISK
         limit = max(1, min(limit, int(room // max(1, plan.result_bytes))))
@@ -365,7 +366,7 @@ def _bytes_read(batch: Sequence[SweepWindow], plan: SweepPlan) -> int:
 def _make(
     plan: SweepPlan,
     batch: Sequence[SweepWindow],
-    places: Mapping[SweepWindow, Place],
+    locations: Mapping[SweepWindow, Location],
     threads: int | None,
     meter: Meter,
 ) -> None:
@@ -374,7 +375,7 @@ def _make(
     index = {at: i for i, at in enumerate(needed)}
     with ExitStack() as stack:
         opened = [
-            stack.enter_context(open_checkpoint(plan.found[at].place, key=plan.options.key))
+            stack.enter_context(open_checkpoint(plan.found[at].location, key=plan.options.key))
             for at in needed
         ]
         match_tensors(opened, plan.options)  # also those that are in no window together
@@ -382,7 +383,7 @@ def _make(
             plan_opened(
                 [plan.found[at] for at in w.positions],
                 [opened[index[at]] for at in w.positions],
-                places[w],
+                locations[w],
                 plan.options,
             )
             for w in batch
@@ -419,17 +420,17 @@ def _make(
 
 def _evaluate(
     evaluator: Evaluator,
-    place: Place,
+    location: Location,
     window: SweepWindow,
     facts: Mapping[str, Any],
 ) -> Row:
     from torch_lawa.checkpoints.formats.safetensors import read_header
     from torch_lawa.checkpoints.formats.safetensors_torch import load_tensors
 
-    path = Path(str(place))
+    path = Path(str(location))
     began = time.perf_counter()
     state = load_tensors(path, read_header(path))
-    with open_checkpoint(place) as made:
+    with open_checkpoint(location) as made:
         state.update({name: state[kept] for name, kept in made.aliases.items()})
     values = evaluator(state)
     seconds = time.perf_counter() - began

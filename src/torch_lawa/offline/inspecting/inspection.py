@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_lawa.checkpoints.find.select import Found, discover
+from torch_lawa.checkpoints.find.select import FoundCheckpoint, find_checkpoints
 from torch_lawa.checkpoints.find.step_names import few, parse_name
 from torch_lawa.checkpoints.formats.base import Checkpoint, Layout, Progress, TensorSpec
 from torch_lawa.checkpoints.formats.huggingface import read_json
-from torch_lawa.checkpoints.formats.opening import open_checkpoint
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.provenance import PROVENANCE
-from torch_lawa.checkpoints.storage.paths import Place, parse_place
+from torch_lawa.checkpoints.storage.paths import Location, parse_location
 from torch_lawa.errors import ConfigError, FormatError, LayoutError
 from torch_lawa.offline.engine import Meter, in_threads
 from torch_lawa.offline.inspecting.text import aligned, labelled, plain, shortened, wrapped
@@ -43,7 +43,7 @@ class DTypeCount:
 class Inspection:
     """The format, files, tensors and metadata of one checkpoint."""
 
-    place: Place
+    location: Location
     format: str
     layout: Layout
     files: dict[str, int]  # name -> bytes
@@ -77,7 +77,7 @@ class Inspection:
         return dict(sorted(counts.items(), key=lambda item: (-item[1].num_bytes, item[0])))
 
     def __str__(self) -> str:
-        lines = [plain(str(self.place))]
+        lines = [plain(str(self.location))]
         lines += labelled("Format", wrapped(self._described()))
         lines += labelled("Progress", _progress_lines(self.progress))
         names = [(format_bytes(size), plain(name)) for name, size in self.files.items()]
@@ -114,7 +114,7 @@ class Inspection:
         """The same as JSON values; with `tensors`, every tensor too."""
         found: dict[str, Any] = {
             "kind": "checkpoint",
-            "path": str(self.place),
+            "path": str(self.location),
             "format": self.format,
             "layout": self.layout,
             "step": self.progress.step,
@@ -138,7 +138,7 @@ class Inspection:
 
     def _described(self) -> str:
         where = {
-            "single": "one file" if self.place.name in self.files else "one file in a folder",
+            "single": "one file" if self.location.name in self.files else "one file in a folder",
             "sharded": "sharded folder",
             "distributed": "distributed folder",
         }
@@ -150,7 +150,7 @@ class RunInspection:
     """The checkpoints of a run's folder or of a pattern, oldest first."""
 
     path: str
-    found: tuple[Found, ...]
+    found: tuple[FoundCheckpoint, ...]
     formats: tuple[str, ...]  # of each, or why it is not readable
     sizes: tuple[int | None, ...]  # bytes of tensors; None where it is not readable
     ordered_by: str
@@ -162,9 +162,9 @@ class RunInspection:
         rows, unreadable = [], []
         for each, form, size in zip(self.found, self.formats, self.sizes, strict=True):
             shown = "not readable" if size is None else form
-            label = each.label if each.label != each.place.name else ""
+            label = each.label if each.label != each.location.name else ""
             rows.append((label, "" if size is None else format_bytes(size), shown,
-                         plain(each.place.name)))  # fmt: skip
+                         plain(each.location.name)))  # fmt: skip
             unreadable += [form] if size is None else []
         lines += [f"  {line}" for line in aligned(rows, right={0, 1})]
         for note in (*unreadable, *self.notes):
@@ -179,7 +179,7 @@ class RunInspection:
             "ordered_by": self.ordered_by,
             "checkpoints": [
                 {
-                    "path": str(each.place),
+                    "path": str(each.location),
                     "step": each.step,
                     "epoch": each.epoch,
                     "format": None if size is None else form,
@@ -196,8 +196,8 @@ def inspect_path(
     path: str | os.PathLike[str], key: str | None = None
 ) -> Inspection | RunInspection:
     """Inspect a checkpoint, or all checkpoints of a run's folder or a pattern."""
-    if not parse_place(path).is_file():
-        discovery = discover([path], key=key)
+    if not parse_location(path).is_file():
+        discovery = find_checkpoints([path], key=key)
         if discovery.is_run or len(discovery.found) > 1:
             formats, sizes = _open_all(discovery.found, key)
             return RunInspection(os.fspath(path), discovery.found, formats, sizes,
@@ -217,49 +217,51 @@ def inspect_checkpoint(path: str | os.PathLike[str], key: str | None = None) -> 
     >>> found.num_values, found.progress.step, found.dtypes["F32"].num_bytes
     (6, 100, 24)
     """
-    place, notes = find_one(path, key)
-    with open_checkpoint(place, key=key) as opened:
+    location, notes = find_one(path, key)
+    with open_checkpoint(location, key=key) as opened:
         made = _read_provenance(opened)
         known = opened.progress != Progress()
         return Inspection(
-            place=place,
+            location=location,
             format=opened.format,
             layout=opened.layout,
             files={file.name: file.size for file in opened.files},
             tensors=dict(opened.tensors),
             tied=dict(opened.aliases),
-            progress=opened.progress if known else parse_name(place.name),
+            progress=opened.progress if known else parse_name(location.name),
             metadata={k: v for k, v in opened.metadata.items() if k != PROVENANCE or made is None},
             provenance=made,
             notes=(*notes, *opened.notes),
         )
 
 
-def find_one(path: str | os.PathLike[str], key: str | None = None) -> tuple[Place, tuple[str, ...]]:
+def find_one(
+    path: str | os.PathLike[str], key: str | None = None
+) -> tuple[Location, tuple[str, ...]]:
     """The one checkpoint that a path names, and notes on how it was found."""
-    place = parse_place(path)
-    if place.is_file():  # whatever its name: a shard can be inspected too
-        return place, ()
-    discovery = discover([path], key=key)
+    location = parse_location(path)
+    if location.is_file():  # whatever its name: a shard can be inspected too
+        return location, ()
+    discovery = find_checkpoints([path], key=key)
     if discovery.is_run or len(discovery.found) > 1:
         raise ConfigError(
             f"{path}: found {len(discovery.found)} checkpoints "
             f"({few((each.label for each in discovery.found), limit=3)}). Give one of them, such "
-            f"as {discovery.found[-1].place}."
+            f"as {discovery.found[-1].location}."
         )
-    return discovery.found[0].place, discovery.notes
+    return discovery.found[0].location, discovery.notes
 
 
 def _open_all(
-    found: Sequence[Found], key: str | None
+    found: Sequence[FoundCheckpoint], key: str | None
 ) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
     """The format (or error) and the size of each; one bad checkpoint does not hide the others."""
     made: dict[int, tuple[str, int | None]] = {}
 
-    def work(todo: Iterator[tuple[int, Found]]) -> None:
+    def work(todo: Iterator[tuple[int, FoundCheckpoint]]) -> None:
         for at, each in todo:
             try:
-                with open_checkpoint(each.place, key=key) as opened:
+                with open_checkpoint(each.location, key=key) as opened:
                     made[at] = opened.format, opened.num_bytes
             except (FormatError, LayoutError, FileNotFoundError, PermissionError) as error:
                 made[at] = str(error), None  # but not an error of the server, which concerns all
@@ -279,7 +281,7 @@ def _read_provenance(opened: Checkpoint) -> dict[str, Any] | None:
     """How a checkpoint was averaged, from its metadata or a file beside it."""
     text: object = opened.metadata.get(PROVENANCE)
     if text is None and opened.layout == "distributed":
-        beside = opened.place.child("lawa.json")
+        beside = opened.location.child("lawa.json")
         text = read_json(beside).get(PROVENANCE) if beside.is_file() else None
     try:
         made = json.loads(text) if isinstance(text, str) else text

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from torch_lawa.checkpoints.find.select import Found
+from torch_lawa.checkpoints.find.select import FoundCheckpoint
 from torch_lawa.checkpoints.find.step_names import few
 from torch_lawa.errors import ConfigError, FormatError, LawaError
 from torch_lawa.offline.watching.checkpoint_files import LiveCheckpoint, open_live, signature_of
@@ -41,7 +41,7 @@ class Admission:
     ) -> None:
         self._run, self._window, self._k, self._each = run, window, k, each
         self._settle, self._say, self._stop, self._clock = settle, say, stop, clock
-        self._found: dict[int, Found] = {}
+        self._found: dict[int, FoundCheckpoint] = {}
         self._observed: dict[
             int, tuple[str, float]
         ] = {}  # signature, and the time it was first seen
@@ -58,7 +58,7 @@ class Admission:
         """List the checkpoints that exist now."""
         self._newest = max((s.number for s in self._window.state.snapshots), default=-1)
         self._drop_changed()
-        discovery = self._run.discover()
+        discovery = self._run.find_checkpoints()
         by = self._window.state.by
         if by not in ("", discovery.ordered_by):
             raise FormatError(
@@ -73,7 +73,7 @@ class Admission:
         now, before, self._observed = self._clock(), self._observed, {}
         for number, found in self._found.items():
             try:
-                signature = signature_of(found.place)
+                signature = signature_of(found.location)
             except OSError:  # deleted meanwhile
                 continue
             known = before.get(number, ("", now))
@@ -127,7 +127,7 @@ class Admission:
         for s in changed:
             self._say(
                 f"{s.label}: dropped from the window: {self._window.folder / s.folder} changed "
-                f"after it was taken (was {s.source} written in place?)"
+                f"after it was taken (was {s.source} written in location?)"
             )
 
     def _consider(self, number: int) -> bool:
@@ -136,7 +136,7 @@ class Admission:
         try:
             source = open_live(found, signature, self._run.key)
         except (LawaError, PermissionError) as error:
-            if isinstance(error, ConfigError) and not found.place.local:
+            if isinstance(error, ConfigError) and not found.location.local:
                 raise  # an error of the server says nothing about the file
             self._broken[number] = signature
             self._say(f"{found.label}: skipped, because it is not readable: {error}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch_lawa.checkpoints.find.select import Discovery, select
 from torch_lawa.checkpoints.storage.atomic import clear_stale, publish, remove
-from torch_lawa.checkpoints.storage.paths import LocalPlace
+from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import ConfigError, FormatError, LawaError, OutputError
 from torch_lawa.offline.average import Result, run_average
 from torch_lawa.offline.engine import Meter, Stopped
@@ -246,12 +246,12 @@ class Watcher:
         found = tuple(self._window.found(s) for s in state.snapshots)
         by: Any = state.by
         notes = select(Discovery(found, by, is_run=True), last=self._k).notes
-        plan = plan_found(found, LocalPlace(path), self._options, notes=notes, overwrite=True)
+        plan = plan_found(found, LocalPath(path), self._options, notes=notes, overwrite=True)
         for note in plan.notes:
             self._say_once(note, "note: ")
         # Written beside the window first, so that no mean of changed bytes is published.
         aside = self._window.made / path.name
-        output = replace(plan.output, place=LocalPlace(aside))
+        output = replace(plan.output, location=LocalPath(aside))
         try:
             result = run_average(replace(plan, output=output), meter=_Meter(self._stop))
         except FormatError:
@@ -264,7 +264,7 @@ class Watcher:
         path.parent.mkdir(parents=True, exist_ok=True)
         clear_stale(path)
         publish(aside, path)
-        return Averaged(plan.inputs, replace(result, place=LocalPlace(path)))
+        return Averaged(plan.inputs, replace(result, location=LocalPath(path)))
 
 
 class _Meter(Meter):

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from torch_lawa.checkpoints.find.select import Found
-from torch_lawa.checkpoints.formats.opening import open_checkpoint
+from torch_lawa.checkpoints.find.select import FoundCheckpoint
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.storage.atomic import remove, replacing, sync_folder
-from torch_lawa.checkpoints.storage.paths import LocalPlace
+from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import StoreError
 from torch_lawa.offline.watching.checkpoint_files import (
     LiveCheckpoint,
@@ -50,7 +50,7 @@ class KeptCheckpoint:
     @property
     def label(self) -> str:
         """Its step or epoch in words."""
-        return Found(LocalPlace(self.source), self.step, self.epoch).label
+        return FoundCheckpoint(LocalPath(self.source), self.step, self.epoch).label
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,11 @@ class WindowFolder:
             os.close(self._lock)
         self._lock = -1
 
-    def found(self, snapshot: KeptCheckpoint) -> Found:
+    def found(self, snapshot: KeptCheckpoint) -> FoundCheckpoint:
         """The checkpoint in the form that `plan_found` takes."""
-        return Found(self._place(snapshot.folder, snapshot.file), snapshot.step, snapshot.epoch)
+        return FoundCheckpoint(
+            self._location(snapshot.folder, snapshot.file), snapshot.step, snapshot.epoch
+        )
 
     def changed(self) -> list[KeptCheckpoint]:
         """Checkpoints whose files were changed or removed after they were taken."""
@@ -126,10 +128,10 @@ class WindowFolder:
         try:
             path.mkdir()
             linked = keep_files(source, path, stopped)
-            if signature_of(found.place) != source.signature:
+            if signature_of(found.location) != source.signature:
                 remove(path)
                 return None
-            with open_checkpoint(self._place(folder, source.file), key=key) as checkpoint:
+            with open_checkpoint(self._location(folder, source.file), key=key) as checkpoint:
                 kept = stamps_of(checkpoint.files)
             sync_folder(self.folder)
         except BaseException:
@@ -141,7 +143,7 @@ class WindowFolder:
             epoch=found.epoch,
             folder=folder,
             file=source.file,
-            source=str(found.place),
+            source=str(found.location),
             signature=source.signature,
             weights=source.stamps,
             kept=kept,
@@ -184,13 +186,13 @@ class WindowFolder:
         else:
             self.state = state
 
-    def _place(self, folder: str, file: str) -> LocalPlace:
+    def _location(self, folder: str, file: str) -> LocalPath:
         # Not mapped: the trainer may rewrite a linked file, and so truncate it, while we read.
-        place = LocalPlace(self.folder / folder, mapped=False)
-        return place.child(file) if file else place
+        location = LocalPath(self.folder / folder, mapped=False)
+        return location.child(file) if file else location
 
     def _is_intact(self, snapshot: KeptCheckpoint) -> bool:
-        folder = self._place(snapshot.folder, "")
+        folder = self._location(snapshot.folder, "")
         try:
             return stamps_of(folder.child(name) for name in snapshot.kept) == snapshot.kept
         except OSError:

@@ -229,7 +229,7 @@ def test_another_k(trainer: Trainer, out: Path) -> None:
 ACTS = st.one_of(
     st.tuples(st.just("write"), st.integers(1, 5)),
     st.tuples(st.just("back"), st.integers(0, 6)),
-    st.tuples(st.just("in place"), st.integers(0, 3)),
+    st.tuples(st.just("in location"), st.integers(0, 3)),
     st.tuples(st.just("keep"), st.integers(1, 4)),
     st.tuples(st.just("restart"), st.just(0)),
 )
@@ -252,9 +252,9 @@ def test_whatever_the_trainer_does(
             if act == "write":
                 written = [max([0, *branch]) + 100 * (i + 1) for i in range(n)]
                 trainer.write(*written)
-            elif act in ("back", "in place"):
+            elif act in ("back", "in location"):
                 written = [max(100, max(branch) - 100 * n)]
-                in_place = act == "in place" and trainer.path(written[0]).exists()
+                in_place = act == "in location" and trainer.path(written[0]).exists()
                 (trainer.write_in_place if in_place else trainer.write)(*written)
             elif act == "keep":
                 gone = sorted(on_disk)[:-n]
