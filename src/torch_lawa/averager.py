@@ -17,7 +17,7 @@ from torch_lawa.schedule import Every, Schedule
 from torch_lawa.selection import BufferRule, FrozenRule, Selector, live_tensors
 from torch_lawa.stores.base import Snapshot, Store
 from torch_lawa.stores.memory import DeviceStore, HostStore
-from torch_lawa.swap import find_targets, lend, refuse_if_lent
+from torch_lawa.swap import refuse_if_swapped, swap_targets, swapped
 from torch_lawa.validation import check_float, check_kind, one_of, whole_number
 from torch_lawa.window import Sliding, Window
 
@@ -173,15 +173,15 @@ class LatestWeightAverager:
         `step` labels it in `snapshot_steps` and in messages; by default it is the number of calls
         of `step` so far, or of `collect` where `step` is not used. Labels must increase.
         """
-        refuse_if_lent(model, "collect was called")
+        refuse_if_swapped(model, "collect was called")
         own = self._num_steps or self._num_collected + 1
         label = whole_number("step", step) if step is not None else own
         if self.snapshot_steps and label <= self.snapshot_steps[-1]:
             if step is not None:
                 raise ConfigError(
-                    f"step={step} is not after the newest snapshot in the window, of step "
-                    f"{self.snapshot_steps[-1]}. Did the run go back to an earlier checkpoint? Then "
-                    "load the averager's state saved with it, or call averager.reset()."
+                    f"step={step} is not after step {self.snapshot_steps[-1]}, the newest snapshot "
+                    "of the window. If the run went back to an earlier checkpoint, load the "
+                    "averager state saved with it, or call averager.reset()."
                 )
             label = self.snapshot_steps[-1] + 1
         selection = self._select(model)
@@ -203,7 +203,7 @@ class LatestWeightAverager:
         >>> sum(averager.step({"w": torch.zeros(1)}) for _ in range(25))
         2
         """
-        refuse_if_lent(model, "step was called")
+        refuse_if_swapped(model, "step was called")
         self._meet(model, f"the first call of averager.step, {self._schedule}")
         due = self._schedule.due(loss)
         self._num_steps += 1
@@ -258,7 +258,7 @@ class LatestWeightAverager:
         n = self._window_size(k)
         live = live_tensors(model)
         window = self._window
-        used = find_targets(live, {**window.averaged.signature(), **window.kept.signature()})
+        used = swap_targets(live, {**window.averaged.signature(), **window.kept.signature()})
         # Names that were tied when they were collected and are not in this model.
         untied = {a: name for a, name in window.ties.items() if a in live and name in used}
         weights = self._rule(coefficients).weights(n)
@@ -269,7 +269,7 @@ class LatestWeightAverager:
                 live[alias].copy_(used[name])
 
         touched = {**used, **{alias: live[alias] for alias in untied}}
-        return lend(model, touched, write, window.idle_memory())
+        return swapped(model, touched, write, window.idle_memory())
 
     def save_pretrained(
         self,

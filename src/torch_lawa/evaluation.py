@@ -21,7 +21,7 @@ from torch_lawa.batch_norm import recalibrate_batch_norm
 from torch_lawa.coefficients import Coefficients, name_coefficients
 from torch_lawa.errors import ConfigError
 from torch_lawa.metrics import MetricsWriter, Row
-from torch_lawa.swap import lend
+from torch_lawa.swap import swapped
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -64,7 +64,7 @@ def evaluate_side_by_side(
 
     A row holds the `labels`, then `weights` ("raw" or "averaged"), `k`, `coefficients`,
     `batch_norm`, the values that `evaluate` returned, and seconds: `evaluate_seconds`; for an
-    average also `average_seconds` (the mean made, lent to the model and taken back), and
+    average also `average_seconds` (computing the mean, swapping it in and restoring), and
     `batch_norm_seconds`. `batch_norm` is None for weights that were evaluated with the statistics
     they came with.
 
@@ -120,7 +120,7 @@ def evaluate_side_by_side(
     values = evaluated()
     note(values, clock.take(), **raw, batch_norm=None)
     if control and "re-estimated" in policies:
-        with lend(model, {}, lambda: None):  # the statistics return at the end
+        with swapped(model, {}, lambda: None):  # the statistics return at the end
             values = measure("re-estimated")
         note(values, clock.take(), **raw, batch_norm="re-estimated")
     for k, rule in averages:
@@ -128,16 +128,15 @@ def evaluate_side_by_side(
         if num_averaged < k and not averager.ready:
             continue
         measured = {}
-        with contextlib.ExitStack() as lent:
+        with contextlib.ExitStack() as swap:
             with clock("average"):
-                swap = averager.swapped_into(model, num_averaged, coefficients=rule)
-                lent.enter_context(swap)
+                swap.enter_context(averager.swapped_into(model, num_averaged, coefficients=rule))
             spent = clock.take()
             # One swap for both; statistics that are to be copied go first, while they are there.
             for policy in sorted(policies, key=lambda policy: policy == "re-estimated"):
                 measured[policy] = measure(policy), clock.take()
             with clock("average"):
-                lent.close()
+                swap.close()
         spent["average"] += clock.take()["average"]
         facts = {"weights": "averaged", "k": k, "coefficients": name_coefficients(rule)}
         for policy in policies:
