@@ -1,5 +1,6 @@
 """The averager people put in their training loop."""
 
+import copy
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -85,8 +86,11 @@ class LatestWeightAverager:
             store = HostStore() if store == "host" else DeviceStore()
         self._coefficients: Coefficients = Uniform() if coefficients is None else coefficients
         self._rule(coefficients).weights(k)  # explicit weights must be enough for the window
-        self._schedule: Schedule = schedule if schedule is not None else Every(1)
-        check_kind("schedule", self._schedule, "due", "Every(n) or OnPlateau()")
+        check_kind(
+            "schedule", Every(1) if schedule is None else schedule, "due", "Every(n) or OnPlateau()"
+        )
+        # A copy: a schedule counts, and two averagers may be given the same object.
+        self._schedule: Schedule = Every(1) if schedule is None else copy.deepcopy(schedule)
         expected = self._schedule.expected()
         if expected is not None and expected < least:
             raise ConfigError(

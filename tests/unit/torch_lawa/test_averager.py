@@ -40,6 +40,14 @@ def test_the_papers_pseudocode_gives_the_same_weights() -> None:
             assert_same_state(averager.average(), dict(lawa_model.state_dict()))
 
 
+def test_two_averagers_do_not_share_the_counters_of_one_schedule() -> None:
+    every_other, model = Every(2), nn.Linear(1, 1)
+    first, second = (LatestWeightAverager(k=2, schedule=every_other) for _ in range(2))
+    collected = [(first.step(model), second.step(model)) for _ in range(4)]
+    assert collected == [(False, False), (True, True), (False, False), (True, True)]
+    assert every_other.num_calls == 0
+
+
 def test_average_loads_into_the_model() -> None:
     model = small_net()
     averager = LatestWeightAverager(k=2)
