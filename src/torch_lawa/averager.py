@@ -1,10 +1,10 @@
-"""The averager people put in their training loop."""
+"""`LatestWeightAverager`, the averager for a training loop, and the protocol it implements."""
 
 import copy
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,53 @@ from torch_lawa.swap import refuse_if_swapped, swap_targets, swapped
 from torch_lawa.validation import check_float, check_kind, one_of, whole_number
 from torch_lawa.window import Sliding, Window
 
-__all__ = ["LatestWeightAverager"]
+__all__ = ["Averager", "LatestWeightAverager"]
+
+
+class Averager(Protocol):
+    """What averages the weights of a training run: a window, an EMA, or another method.
+
+    Evaluation, recipes and reports accept any object with these methods, so that methods can be
+    compared side by side.
+
+    >>> averager: Averager = LatestWeightAverager(k=6)
+    >>> averager.kind, averager.ready
+    ('averaged', False)
+    """
+
+    @property
+    def kind(self) -> str:
+        """The method's name in metrics files and reports, such as "ema"."""
+        ...
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is an average to read."""
+        ...
+
+    def collect(self, model: nn.Module, *, step: int | None = None) -> None:
+        """Take the model's current weights into the average."""
+        ...
+
+    def step(self, model: nn.Module, *, loss: float | None = None) -> bool:
+        """Count one step and collect if one is due; returns whether it did."""
+        ...
+
+    def swapped_into(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Swap the average into the model for a `with` block, then restore its own weights."""
+        ...
+
+    def average(self) -> dict[str, Tensor]:
+        """The average as a state dict."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that is needed to resume."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved state."""
+        ...
 
 
 class LatestWeightAverager:
@@ -57,6 +103,8 @@ class LatestWeightAverager:
         frozen: Parameters that do not require gradients: "keep" one copy, from the newest
             snapshot, or "omit" them (adapters on a large frozen model).
     """
+
+    kind = "averaged"  # in metrics files: see `Averager`
 
     def __init__(
         self,
