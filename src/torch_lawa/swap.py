@@ -10,15 +10,26 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torch_lawa.errors import LayoutError, SwapError
-from torch_lawa.modes import ordinary_mode
 from torch_lawa.selection import unwrap, write_into
 from torch_lawa.shards import local, reshard
 
-__all__ = ["refuse_if_swapped", "swap_targets", "swapped"]
+__all__ = ["ordinary_mode", "refuse_if_swapped", "swap_targets", "swapped"]
 
 # By id (a module may define its own equality): the module, and the addresses of its weights.
 _swapped: dict[int, tuple[nn.Module, frozenset[int]]] = {}
 _claiming = threading.Lock()
+
+
+@contextlib.contextmanager
+def ordinary_mode() -> Iterator[None]:
+    """No gradients, and no inference tensors, which could not be written to later.
+
+    >>> with torch.inference_mode(), ordinary_mode():
+    ...     torch.ones(1).is_inference()
+    False
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def refuse_if_swapped(model: nn.Module | Mapping[str, Tensor], act: str) -> None:
