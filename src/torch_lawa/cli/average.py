@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from torch_lawa.coefficients import coefficients_help
 from torch_lawa.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ Several processes or machines that share a disk make one result together:
     default="uniform",
     show_default=True,
     metavar="RULE",
-    help="uniform, exponential:ALPHA, annealing:linear|1-sqrt|cosine, explicit:W,W,...",
+    help=f"One of: {coefficients_help()}.",
 )
 @click.option("--weights", metavar="W,W,...", help="One weight for each INPUT, in their order.")
 @click.option("--dtype", metavar="DTYPE", help="Write floats as float32, bfloat16, ...")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from torch_lawa.coefficients import coefficients_help
 from torch_lawa.metrics import Row
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ The windows of a run of `lawa train --save-trajectory`, evaluated as the run did
 @click.option("--raw/--no-raw", default=True, help="Evaluate each checkpoint by itself too.")
 @click.option("-o", "--output", metavar="OUT", help="Folder to write the results to.")
 @click.option("--coefficients", default="uniform", show_default=True, metavar="RULE",
-              help="uniform, exponential:ALPHA, annealing:linear|1-sqrt|cosine.")  # fmt: skip
+              help=f"One of: {coefficients_help()}.")  # fmt: skip
 @click.option("--key", metavar="KEY", help="The entry of a PyTorch file that holds the weights.")
 @click.option(
     "--scratch",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from torch_lawa.coefficients import coefficients_help
 from torch_lawa.units import format_bytes
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ or SIGTERM; started again, it goes on.
     default="uniform",
     show_default=True,
     metavar="RULE",
-    help="uniform, exponential:ALPHA, annealing:linear|1-sqrt|cosine, explicit:W,W,...",
+    help=f"One of: {coefficients_help()}.",
 )
 @click.option("--dtype", metavar="DTYPE", help="Write floats as float32, bfloat16, ...")
 @click.option("--include", multiple=True, metavar="PATTERN", help="Only tensors with such names.")

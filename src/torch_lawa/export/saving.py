@@ -46,7 +46,7 @@ def save(
         writer = None
         if together.rank == 0:
             writer = stack.enter_context(FolderWriter(target, plan, overwrite=overwrite))
-        means = window.one_by_one(plan.n, plan.weights)
+        means = window.mean_by_tensor(plan.n, plan.weights)
         for tensor in (tensor for file in plan.files for tensor in file.tensors):
             sharding = window.shardings.get(tensor.name)
             if sharding is not None and _is_split(sharding):
