@@ -313,7 +313,7 @@ class LatestWeightAverager:
             )
 
         with ordinary_mode():
-            export.save(self._window, folder, plan, overwrite=overwrite)
+            export.export_average(self._window, folder, plan, overwrite=overwrite)
 
     def wait(self) -> None:
         """Return when every snapshot is where it belongs: host memory, or the disk."""

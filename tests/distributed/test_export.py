@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torch_lawa import DiskStore, LatestWeightAverager, average_checkpoints, plan_average
-from torch_lawa.export import saving, writing
+from torch_lawa.export import exporter, folder_writer
 
 STEPS, K = 4, 3
 WEIGHTS = "model.safetensors"
@@ -92,7 +92,7 @@ class Watched:
         self.sizes: list[int] = []
         self.most = 0
         self._live: dict[int, Any] = {}
-        self._gather = saving.gather
+        self._gather = exporter.gather_tensor
 
     def __call__(self, part: Tensor, sharding: Any) -> Tensor:
         whole = self._gather(part, sharding)
@@ -138,9 +138,9 @@ def export(rank: int, hows: list[str], folder: str) -> dict[str, tuple[list[int]
     found = {}
     for how in hows:
         averager = collected(sharded(how))
-        saving.gather = watched = Watched()
+        exporter.gather_tensor = watched = Watched()
         averager.save_pretrained(f"{folder}/{how}")
-        saving.gather = watched._gather
+        exporter.gather_tensor = watched._gather
         found[how] = watched.sizes, watched.most
         averager.save_pretrained(f"{folder}/{how}-bf16", dtype=torch.bfloat16)
         averager.save_pretrained(f"{folder}/{how}-shards", max_shard_size=200, k=2)
@@ -268,7 +268,7 @@ def failures(rank: int, folder: str) -> dict[str, str]:
 
     averager = collected(sharded("fsdp"))
     out = f"{folder}/out"
-    write_at, one_by_one = writing.write_at, saving.Window.one_by_one
+    write_at, one_by_one = folder_writer.write_at, exporter.Window.one_by_one
 
     calls = 0
 
@@ -279,12 +279,12 @@ def failures(rank: int, folder: str) -> dict[str, str]:
             no_room()
         write_at(*arguments)
 
-    writing.write_at = fail_later
+    folder_writer.write_at = fail_later
     attempt("full disk", lambda: averager.save_pretrained(out))
-    writing.write_at = write_at
-    writing.publish, publish = no_room, writing.publish
+    folder_writer.write_at = write_at
+    folder_writer.publish, publish = no_room, folder_writer.publish
     attempt("no name", lambda: averager.save_pretrained(out))
-    writing.publish = publish
+    folder_writer.publish = publish
 
     def broken(*arguments: Any) -> Any:
         made = one_by_one(*arguments)
@@ -292,9 +292,9 @@ def failures(rank: int, folder: str) -> dict[str, str]:
             made.make = no_room  # type: ignore[method-assign, assignment]
         return made
 
-    saving.Window.one_by_one = broken  # type: ignore[method-assign]
+    exporter.Window.one_by_one = broken  # type: ignore[method-assign]
     attempt("rank 1 cannot read", lambda: averager.save_pretrained(out))
-    saving.Window.one_by_one = one_by_one  # type: ignore[method-assign]
+    exporter.Window.one_by_one = one_by_one  # type: ignore[method-assign]
     early = LatestWeightAverager(k=2, min_snapshots=1)
     if rank == 0:
         early.collect({"w": torch.ones(3)})

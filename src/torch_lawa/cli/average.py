@@ -155,7 +155,7 @@ def _say(plan: "Plan", result: "Result") -> None:
     many = len(plan.inputs) > 1
     inputs = f"{len(plan.inputs)} checkpoints, {first} to {newest}" if many else first
     click.echo(
-        f"{result.place}: the mean of {inputs}. "
+        f"{result.location}: the mean of {inputs}. "
         f"Read {format_bytes(result.bytes_read)} in {result.seconds:.2f} s "
         f"({format_bytes(rate)}/s), wrote {format_bytes(result.bytes_written)}."
     )

@@ -13,7 +13,7 @@ from torch_lawa.checkpoints.formats.sharded_layout import group_by_size, shard_n
 from torch_lawa.checkpoints.provenance import note_provenance, provenance
 from torch_lawa.coefficients import Coefficients, Weights, name_coefficients
 from torch_lawa.errors import LayoutError
-from torch_lawa.export.models import Surroundings, surroundings_of
+from torch_lawa.export.hub_files import HubFiles, hub_files_for
 from torch_lawa.shards import Sharding
 from torch_lawa.units import parse_bytes
 from torch_lawa.validation import check_float
@@ -50,7 +50,7 @@ class ExportPlan:
     files: tuple[ExportedFile, ...]
     index: str | None  # the file that says which shard has what
     metadata: Mapping[str, str]
-    beside: Surroundings
+    beside: HubFiles
     signature: str  # equal on ranks that export parts of the same
 
     @property
@@ -71,7 +71,7 @@ def plan_export(
     """Decide on names, dtypes and files; everything that can be known to fail fails here."""
     check_float(dtype)
     limit = parse_bytes(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
-    beside = surroundings_of(model)
+    beside = hub_files_for(model)
     tensors = _tensors(window, beside, dtype)
     groups = group_by_size(tensors, _spec, limit)
     stem = beside.stem
@@ -97,9 +97,7 @@ def plan_export(
     )
 
 
-def _tensors(
-    window: Window, beside: Surroundings, dtype: torch.dtype | None
-) -> list[ExportedTensor]:
+def _tensors(window: Window, beside: HubFiles, dtype: torch.dtype | None) -> list[ExportedTensor]:
     averaged = window.averaged.signature()
     found = []
     for name, (shape, own) in {**averaged, **window.kept.signature()}.items():
@@ -131,7 +129,7 @@ def _refuse_partial(name: str, sharding: Sharding) -> None:
         )
 
 
-def _aliases(window: Window, tensors: list[ExportedTensor], beside: Surroundings) -> dict[str, str]:
+def _aliases(window: Window, tensors: list[ExportedTensor], beside: HubFiles) -> dict[str, str]:
     """Names that are left out of a file, with the tensor in it that each is tied to."""
     here = {tensor.name: tensor.written for tensor in tensors}
     names = {alias: beside.name_of(alias, trained=False) for alias in window.ties}

@@ -21,7 +21,7 @@ from torch_lawa.checkpoints.storage.atomic import (
     sync_folder,
     temporary_name,
 )
-from torch_lawa.checkpoints.storage.paths import LocalPlace, Place, RemotePlace
+from torch_lawa.checkpoints.storage.paths import LocalPath, Location, RemoteURL
 from torch_lawa.errors import OutputError
 from torch_lawa.mean.dtypes import DTYPES
 from torch_lawa.mean.kernels import Bytes
@@ -114,8 +114,8 @@ def writing(
         if output.index:
             weight_map = {t.written: s.file for s in output.shards for t in s.tensors}
             write_index(folder / output.index, weight_map, output.num_bytes)
-        for place in output.copied:
-            _copy(place, folder / place.name, output)
+        for location in output.copied:
+            _copy(location, folder / location.name, output)
         if output.kind != "safetensors":
             _hand_over(folder, output, metadata, aliases)
         _deliver(folder, output)
@@ -124,8 +124,8 @@ def writing(
 @contextlib.contextmanager
 def _aside(output: Output, shared: Path | None) -> Iterator[Path]:
     """A folder to work in, on the disk of the target, removed whatever happens."""
-    if isinstance(output.place, LocalPlace):
-        target = output.place.path
+    if isinstance(output.location, LocalPath):
+        target = output.location.path
         target.parent.mkdir(parents=True, exist_ok=True)
         clear_stale(target)
         if shared is None:
@@ -146,10 +146,10 @@ def _aside(output: Output, shared: Path | None) -> Iterator[Path]:
 
 
 def _deliver(folder: Path, output: Output) -> None:
-    if isinstance(output.place, RemotePlace):
-        upload(folder, output.place, output)
-    elif isinstance(output.place, LocalPlace):
-        target = output.place.path
+    if isinstance(output.location, RemoteURL):
+        upload(folder, output.location, output)
+    elif isinstance(output.location, LocalPath):
+        target = output.location.path
         if not output.overwrite and os.path.lexists(target):
             raise OutputError(
                 f"{target}: was written by another process meanwhile; it stays. Pass --overwrite "
@@ -162,19 +162,19 @@ def _deliver(folder: Path, output: Output) -> None:
             publish(folder / target.name, target)
 
 
-def _copy(place: Place, path: Path, output: Output) -> None:
-    path.write_bytes(place.read_bytes())
+def _copy(location: Location, path: Path, output: Output) -> None:
+    path.write_bytes(location.read_bytes())
     floats = {t.target.dtype for shard in output.shards for t in shard.tensors
               if t.source.dtype != t.target.dtype}  # fmt: skip
-    if place.name == "config.json" and len(floats) == 1:
-        config = read_json(place)
+    if location.name == "config.json" and len(floats) == 1:
+        config = read_json(location)
         for key in ("torch_dtype", "dtype"):
             if key in config:
                 config[key] = DTYPES[next(iter(floats))].torch_name
         path.write_text(json.dumps(config, indent=2) + "\n")
     with contextlib.suppress(OSError):
-        if isinstance(place, LocalPlace):
-            shutil.copymode(place.path, path)
+        if isinstance(location, LocalPath):
+            shutil.copymode(location.path, path)
     sync_file(path)
 
 

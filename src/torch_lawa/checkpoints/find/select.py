@@ -11,14 +11,14 @@ from itertools import pairwise
 from typing import Literal
 
 from torch_lawa.checkpoints.find.expand import gather
-from torch_lawa.checkpoints.find.folders import Entry
+from torch_lawa.checkpoints.find.folders import Candidate
 from torch_lawa.checkpoints.find.step_names import few, parse_names
-from torch_lawa.checkpoints.formats.base import Progress
-from torch_lawa.checkpoints.formats.opening import open_checkpoint
-from torch_lawa.checkpoints.storage.paths import Place
+from torch_lawa.checkpoints.formats.base import TrainingProgress
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
+from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import ConfigError, FormatError, LawaError
 
-__all__ = ["Discovery", "Found", "discover", "select"]
+__all__ = ["Discovery", "FoundCheckpoint", "find_checkpoints", "select"]
 
 Number = Literal["step", "epoch"]
 _NUMBERS: tuple[Number, ...] = ("step", "epoch")  # in the order of preference
@@ -26,15 +26,15 @@ _WAYS_OUT = "Give a pattern that matches just those you mean, or the checkpoints
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """One checkpoint that was found, not opened yet.
 
-    >>> from torch_lawa.checkpoints.storage.paths import LocalPlace
-    >>> Found(LocalPlace("run/checkpoint-500"), step=500, epoch=None).label
+    >>> from torch_lawa.checkpoints.storage.paths import LocalPath
+    >>> FoundCheckpoint(LocalPath("run/checkpoint-500"), step=500, epoch=None).label
     'step 500'
     """
 
-    place: Place
+    location: Location
     step: int | None
     epoch: int | None
 
@@ -43,14 +43,14 @@ class Found:
         """What to call it: its step, its epoch, or its name."""
         if self.step is not None:
             return f"step {self.step}"
-        return self.place.name if self.epoch is None else f"epoch {self.epoch}"
+        return self.location.name if self.epoch is None else f"epoch {self.epoch}"
 
 
 @dataclass(frozen=True)
 class Discovery:
     """The checkpoints that were found, oldest first, and what was decided on the way."""
 
-    found: tuple[Found, ...]
+    found: tuple[FoundCheckpoint, ...]
     ordered_by: Literal["step", "epoch", "given"]
     is_run: bool  # a run's folder was expanded, so a selection is needed
     notes: tuple[str, ...] = ()
@@ -63,7 +63,9 @@ class Discovery:
         return [n for n in _numbers(self.found, self.ordered_by) if n is not None]
 
 
-def discover(inputs: Sequence[str | os.PathLike[str]], *, key: str | None = None) -> Discovery:
+def find_checkpoints(
+    inputs: Sequence[str | os.PathLike[str]], *, key: str | None = None
+) -> Discovery:
     """Find the checkpoints that files, folders, patterns, URLs or a run's folder name.
 
     They are ordered by the steps, else the epochs, in their names; where the names have none, each
@@ -74,7 +76,7 @@ def discover(inputs: Sequence[str | os.PathLike[str]], *, key: str | None = None
     >>> run = Path(tempfile.mkdtemp())
     >>> for name in ("step-1000.pt", "step-500.pt", "best.pt", "optimizer.pt"):
     ...     (run / name).touch()
-    >>> discovery = discover([run])
+    >>> discovery = find_checkpoints([run])
     >>> [found.label for found in discovery.found]
     ['step 500', 'step 1000']
     >>> print(*discovery.notes, sep="\\n")
@@ -86,16 +88,18 @@ def discover(inputs: Sequence[str | os.PathLike[str]], *, key: str | None = None
     return _order_given(gathered.entries, gathered.notes, key)
 
 
-def _order_run(run: Place, entries: list[Entry], notes: list[str], key: str | None) -> Discovery:
+def _order_run(
+    run: Location, entries: list[Candidate], notes: list[str], key: str | None
+) -> Discovery:
     progress = parse_names([entry.shown.name for entry in entries])
     where = "in the name"
     # A name that says nothing beside others that do is a copy or a best one: not worth opening.
-    if all(found == Progress() for found in progress):
-        progress = [_read_progress(entry.place, key) for entry in entries]
+    if all(found == TrainingProgress() for found in progress):
+        progress = [_read_progress(entry.location, key) for entry in entries]
         where = "in the name or contents"
     pairs = list(zip(entries, progress, strict=True))
-    unnumbered = [entry.shown.name for entry, found in pairs if found == Progress()]
-    numbered = [(entry, found) for entry, found in pairs if found != Progress()]
+    unnumbered = [entry.shown.name for entry, found in pairs if found == TrainingProgress()]
+    numbered = [(entry, found) for entry, found in pairs if found != TrainingProgress()]
     if not numbered:
         raise FormatError(
             f"{run}: none of {few(unnumbered)} has a step or epoch {where}, so their order is not "
@@ -106,12 +110,12 @@ def _order_run(run: Place, entries: list[Entry], notes: list[str], key: str | No
     if unnumbered:
         notes.append(f"left out: {few(unnumbered)} (no step or epoch {where})")
     by = _order_of(run, numbered)
-    found = _sorted([Found(entry.place, p.step, p.epoch) for entry, p in numbered], by)
+    found = _sorted([FoundCheckpoint(entry.location, p.step, p.epoch) for entry, p in numbered], by)
     _refuse_ties(run, found, by)
     return Discovery(found, by, is_run=True, notes=tuple(notes))
 
 
-def _order_of(run: Place, numbered: list[tuple[Entry, Progress]]) -> Number:
+def _order_of(run: Location, numbered: list[tuple[Candidate, TrainingProgress]]) -> Number:
     by_step = [entry.shown.name for entry, found in numbered if found.step is not None]
     by_epoch = [entry.shown.name for entry, found in numbered if found.epoch is not None]
     if len(by_step) == len(numbered):
@@ -124,21 +128,23 @@ def _order_of(run: Place, numbered: list[tuple[Entry, Progress]]) -> Number:
     )
 
 
-def _refuse_ties(run: Place, found: Sequence[Found], by: Number) -> None:
+def _refuse_ties(run: Location, found: Sequence[FoundCheckpoint], by: Number) -> None:
     for older, newer in pairwise(found):
         number = _number(newer, by)
         if _number(older, by) == number:
             raise FormatError(
-                f"{run}: {older.place} and {newer.place} are both {by} {number}. {_WAYS_OUT}"
+                f"{run}: {older.location} and {newer.location} are both {by} {number}. {_WAYS_OUT}"
             )
 
 
-def _order_given(entries: list[Entry], notes: list[str], key: str | None) -> Discovery:
+def _order_given(entries: list[Candidate], notes: list[str], key: str | None) -> Discovery:
     progress = parse_names([entry.shown.name for entry in entries], alone=False)
     for i, entry in enumerate(entries):
-        if progress[i] == Progress():
-            progress[i] = _read_progress(entry.place, key)
-    found = tuple(Found(e.place, p.step, p.epoch) for e, p in zip(entries, progress, strict=True))
+        if progress[i] == TrainingProgress():
+            progress[i] = _read_progress(entry.location, key)
+    found = tuple(
+        FoundCheckpoint(e.location, p.step, p.epoch) for e, p in zip(entries, progress, strict=True)
+    )
     for by in _NUMBERS:
         numbers = _numbers(found, by)
         if None in numbers or len(set(numbers)) < len(numbers):
@@ -152,17 +158,17 @@ def _order_given(entries: list[Entry], notes: list[str], key: str | None) -> Dis
     return Discovery(found, "given", is_run=False, notes=tuple(notes))
 
 
-def _why_unordered(progress: list[Progress]) -> str:
-    if all(p == Progress() for p in progress):
+def _why_unordered(progress: list[TrainingProgress]) -> str:
+    if all(p == TrainingProgress() for p in progress):
         return "no step or epoch in the names or contents"
     if any(all(getattr(p, by) is not None for p in progress) for by in _NUMBERS):
         return "several have the same step or epoch"
     return "not all have a step, nor an epoch"
 
 
-def _read_progress(place: Place, key: str | None) -> Progress:
+def _read_progress(location: Location, key: str | None) -> TrainingProgress:
     try:
-        with open_checkpoint(place, key=key) as checkpoint:
+        with open_checkpoint(location, key=key) as checkpoint:
             return checkpoint.progress
     except LawaError as error:
         raise type(error)(
@@ -170,15 +176,15 @@ def _read_progress(place: Place, key: str | None) -> Progress:
         ) from error
 
 
-def _number(found: Found, by: Number) -> int | None:
+def _number(found: FoundCheckpoint, by: Number) -> int | None:
     return found.step if by == "step" else found.epoch
 
 
-def _numbers(found: Sequence[Found], by: Number) -> list[int | None]:
+def _numbers(found: Sequence[FoundCheckpoint], by: Number) -> list[int | None]:
     return [_number(each, by) for each in found]
 
 
-def _sorted(found: Sequence[Found], by: Number) -> tuple[Found, ...]:
+def _sorted(found: Sequence[FoundCheckpoint], by: Number) -> tuple[FoundCheckpoint, ...]:
     """Oldest first; all have that number."""
     return tuple(sorted(found, key=lambda each: _number(each, by) or 0))
 
@@ -197,8 +203,8 @@ def select(
     First those from `start` to `stop`, both included, whose number is a multiple of `every`; then
     those up to `at`, which must be there; then the `last` newest.
 
-    >>> from torch_lawa.checkpoints.storage.paths import LocalPlace
-    >>> run = [Found(LocalPlace(f"step-{n}.pt"), n, None) for n in range(500, 5001, 500)]
+    >>> from torch_lawa.checkpoints.storage.paths import LocalPath
+    >>> run = [FoundCheckpoint(LocalPath(f"step-{n}.pt"), n, None) for n in range(500, 5001, 500)]
     >>> discovery = Discovery(tuple(run), "step", is_run=True)
     >>> select(discovery, last=3, at=4000, every=1000).numbers
     [2000, 3000, 4000]
@@ -220,7 +226,7 @@ def select(
 
 def _select_numbers(
     discovery: Discovery, at: int | None, start: int | None, stop: int | None, every: int
-) -> tuple[Found, ...]:
+) -> tuple[FoundCheckpoint, ...]:
     if discovery.ordered_by == "given":
         raise ConfigError(
             "these checkpoints have no step or epoch to select by (they are in the order given). "

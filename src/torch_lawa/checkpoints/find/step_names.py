@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from torch_lawa.checkpoints.formats.base import Progress
-from torch_lawa.checkpoints.formats.opening import SUFFIXES
+from torch_lawa.checkpoints.formats.base import TrainingProgress
+from torch_lawa.checkpoints.formats.registry import SUFFIXES
 from torch_lawa.checkpoints.storage.atomic import TEMPORARY
 
 __all__ = [
@@ -61,24 +61,24 @@ def stem_of(name: str) -> str:
     return name
 
 
-def parse_name(name: str) -> Progress:
+def parse_name(name: str) -> TrainingProgress:
     """The step and epoch that a name spells out, on its own.
 
     >>> parse_name("epoch=3-step=400.ckpt"), parse_name("iter_0000500")
-    (Progress(step=400, epoch=3), Progress(step=500, epoch=None))
+    (TrainingProgress(step=400, epoch=3), TrainingProgress(step=500, epoch=None))
     >>> parse_name("checkpoint_3_1500.pt")
-    Progress(step=1500, epoch=3)
+    TrainingProgress(step=1500, epoch=3)
     >>> parse_name("llama-3-8b"), parse_name("step-1k")
-    (Progress(step=None, epoch=None), Progress(step=None, epoch=None))
+    (TrainingProgress(step=None, epoch=None), TrainingProgress(step=None, epoch=None))
     """
     stem = stem_of(name)
     if pair := _EPOCH_UPDATE.fullmatch(stem):
-        return Progress(step=int(pair[2]), epoch=int(pair[1]))
+        return TrainingProgress(step=int(pair[2]), epoch=int(pair[1]))
     steps = _STEP.findall(stem) or _CHECKPOINT.findall(stem)
-    return Progress(step=_only(steps), epoch=_only(_EPOCH.findall(stem)))
+    return TrainingProgress(step=_only(steps), epoch=_only(_EPOCH.findall(stem)))
 
 
-def parse_names(names: Sequence[str], *, alone: bool = True) -> list[Progress]:
+def parse_names(names: Sequence[str], *, alone: bool = True) -> list[TrainingProgress]:
     """The step and epoch of each of the names that lie in one folder.
 
     Where no name spells one out, a bare number at the end is a step if all names that have one are
@@ -90,14 +90,16 @@ def parse_names(names: Sequence[str], *, alone: bool = True) -> list[Progress]:
     [None, None]
     """
     spelled = [parse_name(name) for name in names]
-    if any(found != Progress() for found in spelled):
+    if any(found != TrainingProgress() for found in spelled):
         return _with_epochs(names, spelled)
     bare = [_bare_number(stem_of(name)) for name in names]
     rests = [found[0] for found in bare if found is not None]
     enough = len(rests) > 1 or rests == [""] or (alone and len(names) == 1)
     if len(set(rests)) != 1 or not enough:
         return spelled
-    return [Progress() if found is None else Progress(step=found[1]) for found in bare]
+    return [
+        TrainingProgress() if found is None else TrainingProgress(step=found[1]) for found in bare
+    ]
 
 
 def reason_against(name: str) -> str | None:
@@ -140,13 +142,13 @@ def few(names: Iterable[object], limit: int = 6) -> str:
     return ", ".join(listed[:limit]) + more
 
 
-def _with_epochs(names: Sequence[str], spelled: list[Progress]) -> list[Progress]:
+def _with_epochs(names: Sequence[str], spelled: list[TrainingProgress]) -> list[TrainingProgress]:
     """Beside `checkpoint_3_1500` the 3 of `checkpoint3` is an epoch, not a step."""
     stems = [stem_of(name) for name in names]
     if not any(_EPOCH_UPDATE.fullmatch(stem) for stem in stems):
         return spelled
     return [
-        Progress(epoch=found.step) if _CHECKPOINT.fullmatch(stem) else found
+        TrainingProgress(epoch=found.step) if _CHECKPOINT.fullmatch(stem) else found
         for stem, found in zip(stems, spelled, strict=True)
     ]
 

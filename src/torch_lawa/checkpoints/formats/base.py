@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from torch_lawa.checkpoints.storage.paths import Place
+    from torch_lawa.checkpoints.storage.paths import Location
 
     Bytes = NDArray[np.uint8]
 
-__all__ = ["Checkpoint", "Layout", "Progress", "TensorSpec"]
+__all__ = ["Checkpoint", "CheckpointLayout", "TensorSpec", "TrainingProgress"]
 
-Layout = Literal["single", "sharded", "distributed"]
+CheckpointLayout = Literal["single", "sharded", "distributed"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """How far the run was, as the checkpoint's own contents say; None where they do not."""
 
     step: int | None = None
@@ -63,13 +63,13 @@ class Checkpoint(ABC):
     file where it can be. It may be called from several threads.
     """
 
-    place: "Place"
+    location: "Location"
     format: str  # for people: "safetensors", "PyTorch file", ...
-    layout: Layout
+    layout: CheckpointLayout
     tensors: Mapping[str, TensorSpec]
     aliases: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
-    progress: Progress = field(default_factory=Progress)
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
     notes: tuple[str, ...] = ()  # choices made in reading it that a user should know of
 
     @abstractmethod
@@ -77,12 +77,12 @@ class Checkpoint(ABC):
         """Bytes `begin` to `end` of the tensor `name`."""
 
     @abstractmethod
-    def file_of(self, name: str) -> "Place":
+    def file_of(self, name: str) -> "Location":
         """The file that holds the tensor `name`: for messages, and to keep a layout."""
 
     @property
     @abstractmethod
-    def files(self) -> "list[Place]":
+    def files(self) -> "list[Location]":
         """Every file that holds weights."""
 
     @abstractmethod

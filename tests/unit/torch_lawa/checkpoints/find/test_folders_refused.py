@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.layouts import hugging_face, make
 
-from torch_lawa.checkpoints.find.select import discover
+from torch_lawa.checkpoints.find.select import find_checkpoints
 from torch_lawa.errors import FormatError
 
 REFUSED: dict[str, tuple[list[str], str]] = {
@@ -75,4 +75,4 @@ def test_what_cannot_be_read_is_refused_with_the_way_out(tmp_path: Path, layout:
     folder.mkdir()
     make(folder, files)
     with pytest.raises(FormatError, match=message):
-        discover([folder])
+        find_checkpoints([folder])

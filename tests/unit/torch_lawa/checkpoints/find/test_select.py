@@ -5,14 +5,15 @@ from pathlib import Path
 import pytest
 from support.layouts import save
 
-from torch_lawa.checkpoints.find.select import Discovery, Found, discover, select
-from torch_lawa.checkpoints.storage.paths import LocalPlace
+from torch_lawa.checkpoints.find.select import Discovery, FoundCheckpoint, find_checkpoints, select
+from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import ConfigError
 
 
 def run_of(*numbers: int, by: str = "step") -> Discovery:
     found = [
-        Found(LocalPlace(f"{n}.pt"), *((n, None) if by == "step" else (None, n))) for n in numbers
+        FoundCheckpoint(LocalPath(f"{n}.pt"), *((n, None) if by == "step" else (None, n)))
+        for n in numbers
     ]
     return Discovery(tuple(found), "step" if by == "step" else "epoch", True, ("before",))
 
@@ -65,8 +66,11 @@ def test_a_selection_that_cannot_be(arguments: dict[str, int], message: str) -> 
 
 
 def test_a_list_without_numbers_has_just_a_last(tmp_path: Path) -> None:
-    given = discover([save(tmp_path / f"{name}.safetensors") for name in "cab"])
-    assert [f.place.name for f in select(given, last=2).found] == ["a.safetensors", "b.safetensors"]
+    given = find_checkpoints([save(tmp_path / f"{name}.safetensors") for name in "cab"])
+    assert [f.location.name for f in select(given, last=2).found] == [
+        "a.safetensors",
+        "b.safetensors",
+    ]
     for name in ("at", "start", "stop", "every"):
         with pytest.raises(ConfigError, match="no step or epoch to select by"):
             select(given, **{name: 1})

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch_lawa import DiskStore, Explicit, LatestWeightAverager, average_checkpoints, plan_average
 from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
 from torch_lawa.errors import ConfigError, LawaError, NotReadyError, OutputError
-from torch_lawa.export import writing
+from torch_lawa.export import folder_writer
 from torch_lawa.offline.inspection import inspect_checkpoint
 
 
@@ -312,7 +312,7 @@ def test_a_failing_disk_leaves_nothing(
     _, averager, _ = trained()
     averager.save_pretrained(tmp_path / "out", k=1)
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
-    monkeypatch.setattr(writing, act, fail)
+    monkeypatch.setattr(folder_writer, act, fail)
     with pytest.raises(OutputError, match=r"out: cannot be written .*No space left"):
         averager.save_pretrained(tmp_path / "out", overwrite=True)
     assert os.listdir(tmp_path) == ["out"]
@@ -322,13 +322,13 @@ def test_a_failing_disk_leaves_nothing(
 _KILLED = """
 import os, signal, sys, torch
 from torch_lawa import LatestWeightAverager
-from torch_lawa.export import writing
+from torch_lawa.export import folder_writer
 
 def die(handle, data, at):
     os.pwrite(handle, data[:1], at)
     os.kill(os.getpid(), signal.SIGKILL)
 
-writing.write_at = die
+folder_writer.write_at = die
 averager = LatestWeightAverager(k=1)
 averager.collect({"w": torch.ones(5)})
 averager.save_pretrained(sys.argv[1], overwrite=True)

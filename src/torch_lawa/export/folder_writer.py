@@ -9,7 +9,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from torch_lawa.checkpoints.formats.opening import is_checkpoint_folder
+from torch_lawa.checkpoints.formats.registry import is_checkpoint_folder
 from torch_lawa.checkpoints.formats.sharded_layout import lay_file, write_at, write_index
 from torch_lawa.checkpoints.storage.atomic import (
     clear_stale,
@@ -21,7 +21,7 @@ from torch_lawa.checkpoints.storage.atomic import (
     sync_folder,
     temporary_name,
 )
-from torch_lawa.checkpoints.storage.paths import LocalPlace
+from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import OutputError
 from torch_lawa.export.plan import ExportedTensor, ExportPlan
 
@@ -124,7 +124,7 @@ def _refuse(folder: Path, overwrite: bool) -> None:
         raise OutputError(f"{folder}: is a file, and the export makes a folder; write elsewhere.")
     if not overwrite:
         raise OutputError(f"{folder}: exists already. Pass overwrite=True to replace it.")
-    if any(folder.iterdir()) and not is_checkpoint_folder(LocalPlace(folder)):
+    if any(folder.iterdir()) and not is_checkpoint_folder(LocalPath(folder)):
         raise OutputError(
             f"{folder}: is a folder with other things than a checkpoint in it, which replacing it "
             "would remove. Write elsewhere, or remove it yourself."
