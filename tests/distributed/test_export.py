@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torch_lawa import DiskStore, LatestWeightAverager, average_checkpoints, plan_average
+from torch_lawa.checkpoints.formats.safetensors_folder import FolderSink
 from torch_lawa.export import exporter, folder_writer
 
 STEPS, K = 4, 3
@@ -268,7 +269,7 @@ def failures(rank: int, folder: str) -> dict[str, str]:
 
     averager = collected(sharded("fsdp"))
     out = f"{folder}/out"
-    write_at, one_by_one = folder_writer.write_at, exporter.Window.one_by_one
+    write, one_by_one = FolderSink.write, exporter.Window.one_by_one
 
     calls = 0
 
@@ -277,11 +278,11 @@ def failures(rank: int, folder: str) -> dict[str, str]:
         calls += 1
         if calls > 3:
             no_room()
-        write_at(*arguments)
+        write(*arguments)
 
-    folder_writer.write_at = fail_later
+    FolderSink.write = fail_later  # type: ignore[method-assign]
     attempt("full disk", lambda: averager.save_pretrained(out))
-    folder_writer.write_at = write_at
+    FolderSink.write = write  # type: ignore[method-assign]
     folder_writer.publish, publish = no_room, folder_writer.publish
     attempt("no name", lambda: averager.save_pretrained(out))
     folder_writer.publish = publish

@@ -118,7 +118,7 @@ def command(
             buffers=buffers,  # type: ignore[arg-type]
             strip_prefix=strip_prefix,
             key=key,
-            layout=layout,  # type: ignore[arg-type]
+            layout=layout,
             max_shard_size=None if max_shard_size is None else parse_bytes(max_shard_size),
             overwrite=overwrite,
         )

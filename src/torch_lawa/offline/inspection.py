@@ -141,7 +141,7 @@ class Inspection:
             "sharded": "sharded folder",
             "distributed": "distributed folder",
         }
-        return f"{self.format} ({where[self.layout]})"
+        return f"{self.format} ({where.get(self.layout, self.layout)})"
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,19 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from torch_lawa.checkpoints.formats.base import Checkpoint, CheckpointLayout, TensorSpec
 from torch_lawa.checkpoints.formats.huggingface import WEIGHTS
-from torch_lawa.checkpoints.formats.registry import TORCH_SUFFIXES, is_checkpoint_folder
-from torch_lawa.checkpoints.formats.sharded_layout import (
+from torch_lawa.checkpoints.formats.registry import (
+    FORMATS,
+    FormatWriter,
+    file_suffixes,
+    format_of_file,
+    format_of_layout,
+    is_checkpoint_folder,
+    output_layouts,
+)
+from torch_lawa.checkpoints.formats.safetensors_folder import (
     DEFAULT_SHARD,
     group_by_size,
     shard_names,
@@ -38,7 +45,7 @@ class Output:
     """What will be written where."""
 
     location: Location
-    kind: Literal["safetensors", "torch", "distributed"]
+    kind: str  # the name of a format in the registry
     is_folder: bool
     shards: tuple[Shard, ...]
     index: str | None  # the file that says which shard has what
@@ -47,22 +54,27 @@ class Output:
     overwrite: bool
 
     @property
+    def writer(self) -> FormatWriter:
+        """How the format is written."""
+        writer = FORMATS[self.kind].writer
+        assert writer is not None
+        return writer
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the tensors."""
         return sum(t.target.nbytes for shard in self.shards for t in shard.tensors)
 
     @property
     def space(self) -> int:
-        """Bytes of disk that are needed while it is made: twice where PyTorch writes it."""
+        """Bytes of disk that are needed while it is made: twice where values are converted."""
         copied = sum(location.size for location in self.copied)
-        return self.num_bytes * (1 if self.kind == "safetensors" else 2) + copied
+        return self.num_bytes * (1 if self.writer.convert is None else 2) + copied
 
     def describe(self) -> str:
         """For people: what it will be."""
-        if self.kind == "torch":
-            return "PyTorch file"
-        if self.kind == "distributed":
-            return "PyTorch distributed checkpoint"
+        if self.writer.convert is not None:
+            return FORMATS[self.kind].title
         if len(self.shards) == 1:
             return "one safetensors file" + (" in a folder" if self.is_folder else "")
         return f"{len(self.shards)} safetensors shards"
@@ -79,30 +91,30 @@ def plan_output(
 ) -> Output:
     """Decide the layout: what was asked for, else that of the newest input."""
     newest = checkpoints[-1]
-    is_file = location.suffix in (".safetensors", *TORCH_SUFFIXES)
+    is_file = location.suffix in file_suffixes()
     if is_file and layout not in (None, "single"):
         raise ConfigError(
             f"{location}: names one file, and the layout {layout!r} needs a folder; give a name "
             "without a suffix."
         )
-    chosen: CheckpointLayout = "single" if is_file else layout or newest.layout
+    own = newest.layout if newest.layout in output_layouts() else "single"
+    chosen: CheckpointLayout = "single" if is_file else layout or own
     if layout is None and max_shard_size is not None and not is_file:
         chosen = "sharded"
     if max_shard_size is not None and chosen != "sharded":
         raise ConfigError(f"a size of shards was given, and {location} will not have any.")
-    kind: Literal["safetensors", "torch", "distributed"] = "safetensors"
-    if is_file and location.suffix != ".safetensors":
-        kind = "torch"
-    elif chosen == "distributed":
-        kind = "distributed"
-    if kind != "safetensors" and not location.local:
+    found = format_of_file(location) if is_file else format_of_layout(chosen)
+    if found is None or found.writer is None:
+        raise ConfigError(f"{location}: this format can be read, not written; choose another.")
+    converted = found.writer.convert is not None
+    if converted and not location.local:
         raise ConfigError(f"{location}: only safetensors can be written to a URL.")
-    shards = _shards(location, newest, tensors, chosen if kind == "safetensors" else "single",
+    shards = _shards(location, newest, tensors, "single" if converted else chosen,
                      max_shard_size, is_file)  # fmt: skip
     _refuse_clashes(location, checkpoints, overwrite)
     return Output(
         location=location,
-        kind=kind,
+        kind=found.name,
         is_folder=not is_file,
         shards=shards,
         index=None if is_file or chosen != "sharded" else f"{_stem(newest)}.safetensors.index.json",

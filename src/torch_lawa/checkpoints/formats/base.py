@@ -4,21 +4,17 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from torch_lawa.mean.dtypes import DTYPES
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from torch_lawa.checkpoints.storage.paths import Location
-
-    Bytes = NDArray[np.uint8]
+    from torch_lawa.mean.kernels import Bytes
 
 __all__ = ["Checkpoint", "CheckpointLayout", "TensorSpec", "TrainingProgress"]
 
-CheckpointLayout = Literal["single", "sharded", "distributed"]
+CheckpointLayout = str  # "single", "sharded", "distributed", or one that a format adds
 
 
 @dataclass(frozen=True)

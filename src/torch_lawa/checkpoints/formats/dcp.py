@@ -25,7 +25,7 @@ from torch_lawa.checkpoints.storage.paths import ByteSource, Location
 from torch_lawa.errors import FormatError
 
 if TYPE_CHECKING:
-    from torch_lawa.checkpoints.formats.base import Bytes
+    from torch_lawa.mean.kernels import Bytes
 
 __all__ = ["DistributedCheckpoint"]
 

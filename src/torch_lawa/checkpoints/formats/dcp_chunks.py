@@ -11,8 +11,8 @@ from torch_lawa.checkpoints.formats.torch_pickle.tensors import StoredTensor
 from torch_lawa.mean.dtypes import DTYPES
 
 if TYPE_CHECKING:
-    from torch_lawa.checkpoints.formats.base import Bytes
     from torch_lawa.checkpoints.formats.torch_pickle.strided import Values
+    from torch_lawa.mean.kernels import Bytes
 
 __all__ = ["Chunk", "ChunkedTensor", "find_problem"]
 

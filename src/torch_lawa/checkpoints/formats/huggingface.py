@@ -1,6 +1,6 @@
-"""Folders as Hugging Face libraries write them: one weights file, or shards and an index.
+"""Folders that Hugging Face libraries write: one weights file, or shards and an index.
 
-Adapter folders of PEFT are such folders too. An index may only name files beside it.
+Adapter folders of PEFT are such folders too. An index may only name files in its own folder.
 """
 
 import json
@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from torch_lawa.checkpoints.formats.base import Checkpoint, TensorSpec, TrainingProgress
-from torch_lawa.checkpoints.formats.safetensors import SafetensorsFile
-from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import FormatError
 
 if TYPE_CHECKING:
-    from torch_lawa.checkpoints.formats.base import Bytes
+    from torch_lawa.checkpoints.storage.paths import Location
+    from torch_lawa.mean.kernels import Bytes
 
 __all__ = [
+    "FOLDER_FILES",
     "INDEXES",
     "WEIGHTS",
     "ShardedCheckpoint",
@@ -39,26 +39,26 @@ INDEXES = (
     "pytorch_model.bin.index.json",
     "diffusion_pytorch_model.bin.index.json",
 )
-OpenFile = Callable[[Location], Checkpoint]
+FOLDER_FILES = (*WEIGHTS, *INDEXES)
+OpenShard = Callable[["Location"], Checkpoint]
 
 
-def find_weights_file(folder: Location) -> Location | None:
+def find_weights_file(folder: "Location") -> "Location | None":
     """The weights file or index of a folder that is one checkpoint; None where it is not."""
-    names = {location.name for location in folder.children()}
+    names = {child.name for child in folder.children()}
     # safetensors before pickles, and a whole file before shards, as `from_pretrained` looks.
-    ordered = sorted((*WEIGHTS, *INDEXES), key=lambda name: ".bin" in name)
+    ordered = sorted(FOLDER_FILES, key=lambda name: ".bin" in name)
     return next((folder.child(name) for name in ordered if name in names), None)
 
 
-def open_folder(folder: Location, open_torch: OpenFile) -> Checkpoint:
-    """Open a folder; `open_torch` opens a `.bin` file."""
+def open_folder(folder: "Location", key: str | None = None) -> Checkpoint:
+    """Open a folder; `key` names the entry with the weights in files of PyTorch."""
     found = find_weights_file(folder)
     if found is None:
         raise FormatError(
-            f"{folder}: no checkpoint here: looked for {', '.join(WEIGHTS[:2])}, "
-            f"{INDEXES[0]} and the like."
+            f"{folder}: no checkpoint here: looked for {', '.join(WEIGHTS[:2])}, {INDEXES[0]}, …"
         )
-    opener: OpenFile = open_torch if ".bin" in found.name else SafetensorsFile
+    opener = _opener(found.name, key)
     progress = _trainer_state(folder)
     if found.name in INDEXES:
         return ShardedCheckpoint(folder, found, opener, progress)
@@ -69,11 +69,21 @@ def open_folder(folder: Location, open_torch: OpenFile) -> Checkpoint:
     return checkpoint
 
 
+def _opener(name: str, key: str | None) -> OpenShard:
+    if ".bin" not in name:
+        from torch_lawa.checkpoints.formats.safetensors import SafetensorsFile
+
+        return SafetensorsFile
+    from torch_lawa.checkpoints.formats.torch_file import TorchFile
+
+    return lambda file: TorchFile(file, key=key)
+
+
 class ShardedCheckpoint(Checkpoint):
     """Shards and the index that says which tensor lies in which."""
 
     def __init__(
-        self, folder: Location, index: Location, opener: OpenFile, progress: TrainingProgress
+        self, folder: "Location", index: "Location", opener: OpenShard, progress: TrainingProgress
     ) -> None:
         weight_map = _weight_map(index)
         self._shards: dict[str, Checkpoint] = {}
@@ -101,7 +111,7 @@ class ShardedCheckpoint(Checkpoint):
         )
 
     def _check(
-        self, index: Location, weight_map: Mapping[str, str]
+        self, index: "Location", weight_map: Mapping[str, str]
     ) -> tuple[dict[str, TensorSpec], dict[str, str]]:
         tensors: dict[str, TensorSpec] = {}
         aliases: dict[str, str] = {}
@@ -127,11 +137,11 @@ class ShardedCheckpoint(Checkpoint):
     def read(self, name: str, begin: int, end: int) -> "Bytes":
         return self._shards[self._map[name]].read(name, begin, end)
 
-    def file_of(self, name: str) -> Location:
+    def file_of(self, name: str) -> "Location":
         return self.location.child(self._map[name])
 
     @property
-    def files(self) -> list[Location]:
+    def files(self) -> "list[Location]":
         return [location for shard in self._shards.values() for location in shard.files]
 
     def close(self) -> None:
@@ -139,7 +149,7 @@ class ShardedCheckpoint(Checkpoint):
             shard.close()
 
 
-def _weight_map(index: Location) -> dict[str, str]:
+def _weight_map(index: "Location") -> dict[str, str]:
     found = read_json(index).get("weight_map")
     if not isinstance(found, dict) or not found:
         raise FormatError(f"{index}: has no weight_map; it is not an index of shards.")
@@ -155,7 +165,7 @@ def _is_plain_name(file: str) -> bool:
     return file not in ("", ".", "..") and not any(c in file for c in "/\\\0")
 
 
-def _trainer_state(folder: Location) -> TrainingProgress:
+def _trainer_state(folder: "Location") -> TrainingProgress:
     """What the Trainer of Transformers notes beside its checkpoints."""
     location = folder.child("trainer_state.json")
     if not location.is_file():
@@ -170,7 +180,7 @@ def _trainer_state(folder: Location) -> TrainingProgress:
     )
 
 
-def read_json(location: Location) -> dict[str, object]:
+def read_json(location: "Location") -> dict[str, object]:
     """A JSON object from a small file, or an error that names the file."""
     try:
         found = json.loads(location.read_bytes())

@@ -21,7 +21,7 @@ from torch_lawa.errors import FormatError
 from torch_lawa.mean.dtypes import DTYPES
 
 if TYPE_CHECKING:
-    from torch_lawa.checkpoints.formats.base import Bytes
+    from torch_lawa.mean.kernels import Bytes
 
 __all__ = ["Header", "SafetensorsFile", "encode_header", "parse_header", "read_header"]
 

@@ -13,7 +13,7 @@ from torch_lawa.checkpoints.storage.remote_errors import translated_errors
 from torch_lawa.errors import FormatError
 
 if TYPE_CHECKING:
-    from torch_lawa.checkpoints.formats.base import Bytes
+    from torch_lawa.mean.kernels import Bytes
 
 __all__ = ["ByteSource", "MappedSource", "ReadSource", "RemoteSource", "SourceFile"]
 

@@ -15,7 +15,7 @@ from torch_lawa.checkpoints.storage.paths import ByteSource, Location, SourceFil
 from torch_lawa.errors import FormatError
 
 if TYPE_CHECKING:
-    from torch_lawa.checkpoints.formats.base import Bytes
+    from torch_lawa.mean.kernels import Bytes
 
 __all__ = ["load_archive"]
 

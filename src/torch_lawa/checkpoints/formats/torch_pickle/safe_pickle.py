@@ -15,7 +15,7 @@ from torch_lawa.checkpoints.formats.pickle_names import DICTS, HARMLESS
 from torch_lawa.errors import FormatError
 
 if TYPE_CHECKING:
-    from torch_lawa.checkpoints.formats.base import Bytes
+    from torch_lawa.mean.kernels import Bytes
 
 __all__ = ["MAX_PICKLE", "Label", "Maker", "Record", "Tree", "inside", "load_pickle"]
 

@@ -15,7 +15,7 @@ from torch_lawa.mean.dtypes import DTYPES
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from torch_lawa.checkpoints.formats.base import Bytes
+    from torch_lawa.mean.kernels import Bytes
 
     Values = NDArray[np.unsignedinteger[Any]]
 

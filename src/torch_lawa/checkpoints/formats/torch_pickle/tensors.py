@@ -19,8 +19,8 @@ from torch_lawa.checkpoints.formats.torch_pickle.strided import (
 from torch_lawa.mean.dtypes import DTYPES
 
 if TYPE_CHECKING:
-    from torch_lawa.checkpoints.formats.base import Bytes
     from torch_lawa.checkpoints.formats.torch_pickle.strided import Values
+    from torch_lawa.mean.kernels import Bytes
 
 __all__ = [
     "CODES",

@@ -25,7 +25,7 @@ def test_contents_are_asked_where_names_say_nothing(tmp_path: Path) -> None:
         ("old.safetensors", 500), ("mid.safetensors", 700), ("new.safetensors", 1000),
     ]  # fmt: skip
     assert found.notes == (
-        "steps and epochs are those the checkpoints hold: their names have none",
+        "steps and epochs were read from the checkpoints: their names have none",
         "left out: plain.safetensors (no step or epoch in the name or contents)",
     )
 
@@ -82,7 +82,7 @@ def test_the_key_is_passed_on_and_the_checkpoint_closed(
 
 def test_a_broken_file_that_had_to_be_opened_says_so(tmp_path: Path) -> None:
     make(tmp_path, ["a.safetensors", "b.safetensors"])
-    with pytest.raises(FormatError, match=r"a\.safetensors: .*opened to learn its step"):
+    with pytest.raises(FormatError, match=r"a\.safetensors: .*opened to read its step"):
         find_checkpoints([tmp_path])
 
 
@@ -153,7 +153,7 @@ def test_a_pattern_may_match_a_run_and_nothing_else(tmp_path: Path) -> None:
     make(tmp_path, ["run-a/step-1.pt", "run-a/step-2.pt"])
     assert find_checkpoints([tmp_path / "run-*"]).is_run
     make(tmp_path, ["run-b/step-1.pt", "run-b/step-2.pt"])
-    with pytest.raises(ConfigError, match=r"run-a is a run's folder, and 1 more input"):
+    with pytest.raises(ConfigError, match=r"run-a is a run's folder, but 1 more input"):
         find_checkpoints([tmp_path / "run-*"])
 
 
@@ -167,7 +167,7 @@ def test_a_name_with_brackets_is_a_name_first(tmp_path: Path) -> None:
     [
         ("*.nothing", r"\*\.nothing: no checkpoint matches this pattern\.$"),
         ("opt*", r"It matches optimizer.pt \(not weights\)"),
-        ("model-*", r"It matches model-00001-of-00002.safetensors \(a shard: give the folder"),
+        ("model-*", r"It matches model-00001-of-00002.safetensors \(a shard"),
         ("empty*", r"no checkpoint matches this pattern. .*empty: no checkpoint here"),
     ],
 )
@@ -186,7 +186,7 @@ def test_a_pattern_without_a_checkpoint_is_refused(
         ("training_args.bin", "not weights"),
         ("model.safetensors.index.json", "not weights"),
         ("notes.txt", "not a checkpoint by its name; known are .safetensors"),
-        ("model-00001-of-00002.safetensors", "a shard: give the folder it lies in"),
+        ("model-00001-of-00002.safetensors", "a shard"),
         ("out.safetensors.5.partial", "unfinished"),
         ("out.partial/", "unfinished"),
         ("missing.pt", "missing.pt: there is no such file or folder"),
@@ -203,7 +203,7 @@ def test_what_is_no_checkpoint_is_refused_when_given(
 
 def test_a_run_goes_alone(tmp_path: Path) -> None:
     make(tmp_path, ["run/step-1.pt", "run/step-2.pt", "step-3.pt"])
-    with pytest.raises(ConfigError, match=r"run is a run's folder, and 1 more input.*run/\*"):
+    with pytest.raises(ConfigError, match=r"run is a run's folder, but 1 more input.*run/\*"):
         find_checkpoints([tmp_path / "run", tmp_path / "step-3.pt"])
 
 

@@ -191,7 +191,7 @@ def test_a_folder_that_is_one_checkpoint(
         (["model.safetensors.index.json", "model-00001-of-00001.safetensors"], []),
         (
             ["model.safetensors", "model_0500.safetensors"],
-            ["{}: taken as one checkpoint (model.safetensors); not looked at: "
+            ["{}: taken as one checkpoint (model.safetensors); ignored: "
              "model_0500.safetensors"],
         ),
         (["ckpt.pt"], ["{}: taken as one checkpoint, {}/ckpt.pt"]),
