@@ -366,7 +366,7 @@ class LatestWeightAverager:
             )
 
         with ordinary_mode():
-            export.save(self._window, folder, plan, overwrite=overwrite)
+            export.export_average(self._window, folder, plan, overwrite=overwrite)
 
     def wait(self) -> None:
         """Return when every snapshot has reached the store: host memory, or the disk."""

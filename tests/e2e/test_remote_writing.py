@@ -15,14 +15,14 @@ Lawa = Callable[..., tuple[int, str, str]]
 
 KILLED = """
 import os, signal, sys
-from torch_lawa.checkpoints.storage.paths import RemotePlace
+from torch_lawa.checkpoints.storage.paths import RemoteURL
 from torch_lawa.cli.main import main
-upload, done = RemotePlace.upload, []
+upload, done = RemoteURL.upload, []
 def until_killed(self, path):
     if len(done) == int(sys.argv[1]):
         os.kill(os.getpid(), signal.SIGKILL)
     done.append(upload(self, path))
-RemotePlace.upload = until_killed
+RemoteURL.upload = until_killed
 main(sys.argv[2:])
 """
 

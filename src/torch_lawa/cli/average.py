@@ -119,7 +119,7 @@ def command(
             buffers=buffers,  # type: ignore[arg-type]
             strip_prefix=strip_prefix,
             key=key,
-            layout=layout,  # type: ignore[arg-type]
+            layout=layout,
             max_shard_size=None if max_shard_size is None else parse_bytes(max_shard_size),
             overwrite=overwrite,
         )
@@ -156,7 +156,7 @@ def _say(plan: "Plan", result: "Result") -> None:
     many = len(plan.inputs) > 1
     inputs = f"{len(plan.inputs)} checkpoints, {first} to {newest}" if many else first
     click.echo(
-        f"{result.place}: the mean of {inputs}. "
+        f"{result.location}: the mean of {inputs}. "
         f"Read {format_bytes(result.bytes_read)} in {result.seconds:.2f} s "
         f"({format_bytes(rate)}/s), wrote {format_bytes(result.bytes_written)}."
     )

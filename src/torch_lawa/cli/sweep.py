@@ -189,7 +189,7 @@ def _say_json(row: Row) -> None:
 
 def _as_json(plan: "SweepPlan") -> dict[str, Any]:
     return {
-        "checkpoints": [{"path": str(f.place), "step": f.step, "epoch": f.epoch}
+        "checkpoints": [{"path": str(f.location), "step": f.step, "epoch": f.epoch}
                         for f in plan.found],
         "windows": [{"k": w.k, "step": w.step, "epoch": w.epoch} for w in plan.windows],
         "coefficients": plan.coefficients,

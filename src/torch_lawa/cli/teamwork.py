@@ -26,7 +26,7 @@ def as_team(
 
     `alone` leaves the others out: rank 0 has nothing for them to do.
     """
-    from torch_lawa.checkpoints.storage.paths import LocalPlace, parse_place
+    from torch_lawa.checkpoints.storage.paths import LocalPath, parse_location
 
     team = find_team()
     if team is None or (team.leads and alone):
@@ -34,8 +34,8 @@ def as_team(
         return
     if alone:
         raise click.exceptions.Exit(0)
-    place = parse_place(output)
-    if not isinstance(place, LocalPlace):
+    location = parse_location(output)
+    if not isinstance(location, LocalPath):
         refuse_team(f"{output}: writing to a URL")
         return
     # How torchrun ends the rest of a job; what was written aside is to be removed then, too.
@@ -43,13 +43,13 @@ def as_team(
     if team.leads:
         from torch_lawa.offline.leading import leading
 
-        with leading(team, place.path, meter) as leader:
+        with leading(team, location.path, meter) as leader:
             yield leader
         return
     from torch_lawa.offline.following import follow
 
     def help_leader() -> None:
-        follow(team, place.path, threads=threads, meter=meter)
+        follow(team, location.path, threads=threads, meter=meter)
 
     while_shown(help_leader, meter, "", shown=False)
     raise click.exceptions.Exit(0)

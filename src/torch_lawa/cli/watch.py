@@ -184,7 +184,7 @@ def _lines(averaged: "Averaged") -> list[str]:
     first, last = (i.epoch if i.step is None else i.step for i in (inputs[0], inputs[-1]))
     span = f"{unit} {last}" if len(inputs) == 1 else f"{unit}s {first} to {last}"
     lines = [
-        f"{inputs[-1].label}: averaged {len(inputs)} checkpoints, {span} -> {result.place} "
+        f"{inputs[-1].label}: averaged {len(inputs)} checkpoints, {span} -> {result.location} "
         f"({format_bytes(result.bytes_written)} in {result.seconds:.1f} s)"
     ]
     if result.not_finite:

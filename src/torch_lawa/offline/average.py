@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_lawa.checkpoints.formats.base import Checkpoint
-from torch_lawa.checkpoints.formats.opening import open_checkpoint
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.provenance import note_provenance, provenance
-from torch_lawa.checkpoints.storage.paths import Place
+from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import ConfigError
 from torch_lawa.offline.changes import refusing_changes
 from torch_lawa.offline.digests import hash_files
@@ -26,7 +26,7 @@ __all__ = ["Result", "average_checkpoints", "metadata_of"]
 class Result:
     """What was done."""
 
-    place: Place
+    location: Location
     bytes_read: int
     bytes_written: int
     engine_seconds: float  # reading, averaging and writing, without start-up and flushing
@@ -37,7 +37,7 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """For programs."""
         return {
-            "output": str(self.place),
+            "output": str(self.location),
             "bytes_read": self.bytes_read,
             "bytes_written": self.bytes_written,
             "engine_seconds": self.engine_seconds,
@@ -81,7 +81,9 @@ def average_checkpoints(
     with ExitStack() as stack:
         if leader is not None:
             stack.enter_context(leader.answering())
-        opened = [stack.enter_context(open_checkpoint(i.place, key=plan.key)) for i in plan.inputs]
+        opened = [
+            stack.enter_context(open_checkpoint(i.location, key=plan.key)) for i in plan.inputs
+        ]
         check_unchanged(plan.tensors, opened)
         num_threads = threads or default_threads(opened, leader.team.size_here if leader else 1)
         meter.total = plan.bytes_read
@@ -105,7 +107,7 @@ def average_checkpoints(
                 not_finite = sorted({*not_finite, *others})
             engine_seconds = time.perf_counter() - before
     return Result(
-        place=plan.output.place,
+        location=plan.output.location,
         bytes_read=plan.bytes_read,
         bytes_written=plan.bytes_written,
         engine_seconds=engine_seconds,
@@ -123,9 +125,9 @@ def _provenance(plan: Plan, digests: dict[str, str] | None = None) -> dict[str, 
     """How a result came about, to be kept inside it."""
     inputs = []
     for planned in plan.inputs:
-        entry: dict[str, Any] = {"path": str(planned.place), "bytes": planned.num_bytes}
+        entry: dict[str, Any] = {"path": str(planned.location), "bytes": planned.num_bytes}
         entry |= {"step": planned.step, "epoch": planned.epoch, "weight": planned.weight}
-        found = {k: v for k, v in (digests or {}).items() if k.startswith(str(planned.place))}
+        found = {k: v for k, v in (digests or {}).items() if k.startswith(str(planned.location))}
         if found:
             entry["sha256"] = found
         inputs.append(entry)
@@ -137,13 +139,13 @@ def _digests(
     opened: Sequence[Checkpoint], threads: int, meter: Meter, leader: Leader | None
 ) -> dict[str, str]:
     """SHA-256 of every file that is read, by its name."""
-    places = [place for checkpoint in opened for place in checkpoint.files]
-    meter.total += sum(place.size for place in places)
+    locations = [location for checkpoint in opened for location in checkpoint.files]
+    meter.total += sum(location.size for location in locations)
     if leader is None:
-        return hash_files(places, threads, meter)
-    leader.order({"act": "digest", "files": [whole_name(place) for place in places]})
+        return hash_files(locations, threads, meter)
+    leader.order({"act": "digest", "files": [whole_name(location) for location in locations]})
     size = leader.team.size
-    found = hash_files(places[::size], threads, meter)
+    found = hash_files(locations[::size], threads, meter)
     for rank, reply in zip(leader.others, leader.collect(), strict=True):
-        found |= zip(map(str, places[rank::size]), reply["digests"], strict=True)
+        found |= zip(map(str, locations[rank::size]), reply["digests"], strict=True)
     return found

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch_lawa.checkpoints.formats.base import Checkpoint
-from torch_lawa.checkpoints.storage.paths import LocalPlace
+from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import FormatError
 
 __all__ = ["refusing_changes"]
@@ -31,11 +31,11 @@ def refusing_changes(opened: Sequence[Checkpoint]) -> Iterator[None]:
             )
 
 
-def _paths(opened: Sequence[Checkpoint]) -> list[LocalPlace]:
-    places = (place for checkpoint in opened for place in checkpoint.files)
-    return [place for place in places if isinstance(place, LocalPlace)]
+def _paths(opened: Sequence[Checkpoint]) -> list[LocalPath]:
+    locations = (location for checkpoint in opened for location in checkpoint.files)
+    return [location for location in locations if isinstance(location, LocalPath)]
 
 
-def _stamp(place: LocalPlace) -> tuple[int, int, int]:
-    found = place.path.stat()
+def _stamp(location: LocalPath) -> tuple[int, int, int]:
+    found = location.path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns

@@ -5,8 +5,8 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from torch_lawa.checkpoints.find.step_names import parse_name
-from torch_lawa.checkpoints.formats.base import Checkpoint, Progress
-from torch_lawa.checkpoints.formats.opening import open_checkpoint
+from torch_lawa.checkpoints.formats.base import Checkpoint, TrainingProgress
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.errors import ConfigError
 from torch_lawa.mean.kernels import PIECE
 from torch_lawa.offline.difference import Difference, Side, TensorDifference
@@ -39,8 +39,11 @@ def compare_checkpoints(
     """
     if threads is not None and threads < 1:
         raise ConfigError(f"threads is {threads}; give at least 1.")
-    places = [find_one(path, key)[0] for path in (a, b)]
-    with open_checkpoint(places[0], key=key) as old, open_checkpoint(places[1], key=key) as new:
+    locations = [find_one(path, key)[0] for path in (a, b)]
+    with (
+        open_checkpoint(locations[0], key=key) as old,
+        open_checkpoint(locations[1], key=key) as new,
+    ):
         names_old, names_new = _names(old), _names(new)
         pairs: dict[tuple[str, str], str] = {}
         for name, kept in names_old.items():
@@ -126,9 +129,9 @@ def _side(
 ) -> Side:
     known = checkpoint.progress
     return Side(
-        place=checkpoint.place,
+        location=checkpoint.location,
         format=checkpoint.format,
-        progress=known if known != Progress() else parse_name(checkpoint.place.name),
+        progress=known if known != TrainingProgress() else parse_name(checkpoint.location.name),
         only=tuple(name for name in names if name not in others),
         tied=tuple(sorted(_ties(checkpoint) - other_ties)),
     )

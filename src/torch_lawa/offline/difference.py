@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from torch_lawa.checkpoints.find.step_names import few
-from torch_lawa.checkpoints.formats.base import Progress, TensorSpec
-from torch_lawa.checkpoints.storage.paths import Place
+from torch_lawa.checkpoints.formats.base import TensorSpec, TrainingProgress
+from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.mean.dtypes import DTYPES, averageable
 from torch_lawa.offline.distances import Sums
 from torch_lawa.offline.printing import aligned, labelled, plain, wrapped
@@ -23,16 +23,16 @@ _WORST = 10
 class Side:
     """One of the two checkpoints, and what just this one has."""
 
-    place: Place
+    location: Location
     format: str
-    progress: Progress
+    progress: TrainingProgress
     only: tuple[str, ...]  # names that the other has not
     tied: tuple[tuple[str, ...], ...]  # names that are one tensor here and not there
 
     def __str__(self) -> str:
         numbers = {"step": self.progress.step, "epoch": self.progress.epoch}
         known = [f"{name} {n}" for name, n in numbers.items() if n is not None]
-        return f"{plain(str(self.place))} ({', '.join([*known, self.format])})"
+        return f"{plain(str(self.location))} ({', '.join([*known, self.format])})"
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class Difference:
         """The same for programs."""
         return {
             "kind": "difference",
-            "a": str(self.a.place),
-            "b": str(self.b.place),
+            "a": str(self.a.location),
+            "b": str(self.b.location),
             "identical": self.identical,
             "only_in_a": list(self.a.only),
             "only_in_b": list(self.b.only),

@@ -74,7 +74,7 @@ def default_threads(checkpoints: Sequence[Checkpoint], processes: int = 1) -> in
 
     Of several processes on this machine each has its part of them.
     """
-    if not all(c.place.local for c in checkpoints):
+    if not all(c.location.local for c in checkpoints):
         return max(1, _REMOTE_THREADS // processes)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(_LOCAL_THREADS, (cores or 1) // processes))
@@ -133,7 +133,7 @@ def run(
 
     Returns the names of tensors whose mean is not finite throughout.
     """
-    local = all(c.place.local for c in checkpoints)
+    local = all(c.location.local for c in checkpoints)
     if not local and length is None:
         length = _REMOTE_PIECE
     used, used_weights = drop_zeros(checkpoints, weights)

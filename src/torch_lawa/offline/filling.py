@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_lawa.checkpoints.formats.base import Checkpoint, TensorSpec
-from torch_lawa.checkpoints.storage.paths import LocalPlace, Place
+from torch_lawa.checkpoints.storage.paths import LocalPath, Location
 from torch_lawa.coefficients import Weights
 from torch_lawa.errors import LayoutError
 from torch_lawa.offline.engine import Span
@@ -75,7 +75,7 @@ def plan_filling(
     """Share the work of a plan."""
     num_averaged = sum(w != 0.0 for w in plan.weights.numerators)
     return Filling(
-        inputs=tuple(whole_name(i.place) for i in plan.inputs),
+        inputs=tuple(whole_name(i.location) for i in plan.inputs),
         fingerprints=tuple(_fingerprint(checkpoint) for checkpoint in opened),
         key=plan.key,
         weights=plan.weights,
@@ -84,9 +84,9 @@ def plan_filling(
     )
 
 
-def whole_name(place: Place) -> str:
+def whole_name(location: Location) -> str:
     """A name that means the same in a process with another current folder."""
-    return os.path.abspath(place.path) if isinstance(place, LocalPlace) else str(place)
+    return os.path.abspath(location.path) if isinstance(location, LocalPath) else str(location)
 
 
 def check_unchanged(tensors: Iterable[PlannedTensor], opened: Sequence[Checkpoint]) -> None:
@@ -96,8 +96,8 @@ def check_unchanged(tensors: Iterable[PlannedTensor], opened: Sequence[Checkpoin
         for tensor in tensors:
             if checkpoint.tensors.get(tensor.name) != tensor.source:
                 raise LayoutError(
-                    f"{checkpoint.place}: tensor {tensor.name!r} changed since the plan was made; "
-                    "plan again."
+                    f"{checkpoint.location}: tensor {tensor.name!r} changed since the plan was "
+                    "made; plan again."
                 )
 
 
@@ -107,7 +107,7 @@ def check_same(filling: Filling, opened: Sequence[Checkpoint]) -> None:
     for checkpoint, fingerprint in zip(opened, filling.fingerprints, strict=True):
         if _fingerprint(checkpoint) != fingerprint:
             raise LayoutError(
-                f"{checkpoint.place}: is another checkpoint here than where rank 0 runs. All "
+                f"{checkpoint.location}: is another checkpoint here than where rank 0 runs. All "
                 "processes must read the same files."
             )
 
@@ -118,7 +118,7 @@ def _fingerprint(checkpoint: Checkpoint) -> str:
     names = list(checkpoint.tensors)
     for name in names:
         digest.update(f"{name} {checkpoint.tensors[name]}\n".encode())
-    if checkpoint.place.local:
+    if checkpoint.location.local:
         for name in names[:: -(-len(names) // _SAMPLES) or 1]:
             end = min(_SAMPLED, checkpoint.tensors[name].nbytes)
             digest.update(checkpoint.read(name, 0, end).tobytes())

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch_lawa.checkpoints.formats.opening import open_checkpoint
-from torch_lawa.checkpoints.storage.paths import parse_place
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
+from torch_lawa.checkpoints.storage.paths import parse_location
 from torch_lawa.errors import OutputError
 from torch_lawa.offline.digests import hash_files
 from torch_lawa.offline.engine import Meter, Stopped, default_threads, run
@@ -109,17 +109,17 @@ def _join(team: Team, target: Path, meter: Meter) -> Meeting:
 
 def _digest(order: dict[str, Any], follower: Follower, threads: int | None) -> dict[str, Any]:
     team = follower.team
-    places = [parse_place(name) for name in order["files"][team.rank :: team.size]]
+    locations = [parse_location(name) for name in order["files"][team.rank :: team.size]]
     threads = threads or default_threads([], team.size_here)
-    found = hash_files(places, threads, follower.meter)
-    return {"digests": [found[str(place)] for place in places]}
+    found = hash_files(locations, threads, follower.meter)
+    return {"digests": [found[str(location)] for location in locations]}
 
 
 def _fill(order: dict[str, Any], follower: Follower, threads: int | None) -> dict[str, Any]:
     filling, team = Filling.from_json(order), follower.team
     with ExitStack() as stack:
         opened = [
-            stack.enter_context(open_checkpoint(parse_place(name), key=filling.key))
+            stack.enter_context(open_checkpoint(parse_location(name), key=filling.key))
             for name in filling.inputs
         ]
         check_same(filling, opened)

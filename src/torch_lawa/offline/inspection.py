@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_lawa.checkpoints.find.select import Found, discover
+from torch_lawa.checkpoints.find.select import FoundCheckpoint, find_checkpoints
 from torch_lawa.checkpoints.find.step_names import few, parse_name
-from torch_lawa.checkpoints.formats.base import Layout, Progress, TensorSpec
-from torch_lawa.checkpoints.formats.opening import open_checkpoint
+from torch_lawa.checkpoints.formats.base import CheckpointLayout, TensorSpec, TrainingProgress
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.provenance import PROVENANCE
-from torch_lawa.checkpoints.storage.paths import Place, parse_place
+from torch_lawa.checkpoints.storage.paths import Location, parse_location
 from torch_lawa.errors import ConfigError, FormatError, LayoutError
 from torch_lawa.offline.engine import Meter, in_threads
 from torch_lawa.offline.origin import describe_provenance, read_provenance
@@ -42,13 +42,13 @@ class DTypeCount:
 class Inspection:
     """What one checkpoint is and holds."""
 
-    place: Place
+    location: Location
     format: str
-    layout: Layout
+    layout: CheckpointLayout
     files: dict[str, int]  # name -> bytes
     tensors: dict[str, TensorSpec]
     tied: dict[str, str]  # the other names of tied tensors
-    progress: Progress
+    progress: TrainingProgress
     metadata: dict[str, str]
     provenance: dict[str, Any] | None  # how it was averaged, where it was
     notes: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class Inspection:
         return dict(sorted(counts.items(), key=lambda item: (-item[1].num_bytes, item[0])))
 
     def __str__(self) -> str:
-        lines = [plain(str(self.place))]
+        lines = [plain(str(self.location))]
         lines += labelled("Format", wrapped(self._described()))
         lines += labelled("Progress", _progress_lines(self.progress))
         names = [(format_bytes(size), plain(name)) for name, size in self.files.items()]
@@ -113,7 +113,7 @@ class Inspection:
         """The same for programs; with every tensor where asked."""
         found: dict[str, Any] = {
             "kind": "checkpoint",
-            "path": str(self.place),
+            "path": str(self.location),
             "format": self.format,
             "layout": self.layout,
             "step": self.progress.step,
@@ -137,11 +137,11 @@ class Inspection:
 
     def _described(self) -> str:
         where = {
-            "single": "one file" if self.place.name in self.files else "one file in a folder",
+            "single": "one file" if self.location.name in self.files else "one file in a folder",
             "sharded": "sharded folder",
             "distributed": "distributed folder",
         }
-        return f"{self.format} ({where[self.layout]})"
+        return f"{self.format} ({where.get(self.layout, self.layout)})"
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Run:
     """The checkpoints of a run's folder or of a pattern, oldest first."""
 
     path: str
-    found: tuple[Found, ...]
+    found: tuple[FoundCheckpoint, ...]
     formats: tuple[str, ...]  # of each, or why it cannot be read
     sizes: tuple[int | None, ...]  # bytes of tensors; None for one that cannot be read
     ordered_by: str
@@ -161,9 +161,9 @@ class Run:
         rows, unreadable = [], []
         for each, form, size in zip(self.found, self.formats, self.sizes, strict=True):
             shown = "not readable" if size is None else form
-            label = each.label if each.label != each.place.name else ""
+            label = each.label if each.label != each.location.name else ""
             rows.append((label, "" if size is None else format_bytes(size), shown,
-                         plain(each.place.name)))  # fmt: skip
+                         plain(each.location.name)))  # fmt: skip
             unreadable += [form] if size is None else []
         lines += [f"  {line}" for line in aligned(rows, right={0, 1})]
         for note in (*unreadable, *self.notes):
@@ -178,7 +178,7 @@ class Run:
             "ordered_by": self.ordered_by,
             "checkpoints": [
                 {
-                    "path": str(each.place),
+                    "path": str(each.location),
                     "step": each.step,
                     "epoch": each.epoch,
                     "format": None if size is None else form,
@@ -193,8 +193,8 @@ class Run:
 
 def inspect(path: str | os.PathLike[str], key: str | None = None) -> Inspection | Run:
     """Look at a checkpoint, or at a run's folder or pattern: whichever lies there."""
-    if not parse_place(path).is_file():
-        discovery = discover([path], key=key)
+    if not parse_location(path).is_file():
+        discovery = find_checkpoints([path], key=key)
         if discovery.is_run or len(discovery.found) > 1:
             formats, sizes = _open_all(discovery.found, key)
             return Run(os.fspath(path), discovery.found, formats, sizes,
@@ -214,49 +214,51 @@ def inspect_checkpoint(path: str | os.PathLike[str], key: str | None = None) -> 
     >>> found.num_values, found.progress.step, found.dtypes["F32"].num_bytes
     (6, 100, 24)
     """
-    place, notes = find_one(path, key)
-    with open_checkpoint(place, key=key) as opened:
+    location, notes = find_one(path, key)
+    with open_checkpoint(location, key=key) as opened:
         made = read_provenance(opened)
-        known = opened.progress != Progress()
+        known = opened.progress != TrainingProgress()
         return Inspection(
-            place=place,
+            location=location,
             format=opened.format,
             layout=opened.layout,
             files={file.name: file.size for file in opened.files},
             tensors=dict(opened.tensors),
             tied=dict(opened.aliases),
-            progress=opened.progress if known else parse_name(place.name),
+            progress=opened.progress if known else parse_name(location.name),
             metadata={k: v for k, v in opened.metadata.items() if k != PROVENANCE or made is None},
             provenance=made,
             notes=(*notes, *opened.notes),
         )
 
 
-def find_one(path: str | os.PathLike[str], key: str | None = None) -> tuple[Place, tuple[str, ...]]:
+def find_one(
+    path: str | os.PathLike[str], key: str | None = None
+) -> tuple[Location, tuple[str, ...]]:
     """The one checkpoint that a path names, and what was decided in finding it."""
-    place = parse_place(path)
-    if place.is_file():  # whatever its name is: to look at a shard is fine
-        return place, ()
-    discovery = discover([path], key=key)
+    location = parse_location(path)
+    if location.is_file():  # whatever its name is: to look at a shard is fine
+        return location, ()
+    discovery = find_checkpoints([path], key=key)
     if discovery.is_run or len(discovery.found) > 1:
         raise ConfigError(
             f"{path}: {len(discovery.found)} checkpoints "
             f"({few((each.label for each in discovery.found), limit=3)}); give one of them, such "
-            f"as {discovery.found[-1].place}."
+            f"as {discovery.found[-1].location}."
         )
-    return discovery.found[0].place, discovery.notes
+    return discovery.found[0].location, discovery.notes
 
 
 def _open_all(
-    found: Sequence[Found], key: str | None
+    found: Sequence[FoundCheckpoint], key: str | None
 ) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
     """The format (or what is wrong) and the size of each; a bad one does not hide the others."""
     made: dict[int, tuple[str, int | None]] = {}
 
-    def work(todo: Iterator[tuple[int, Found]]) -> None:
+    def work(todo: Iterator[tuple[int, FoundCheckpoint]]) -> None:
         for at, each in todo:
             try:
-                with open_checkpoint(each.place, key=key) as opened:
+                with open_checkpoint(each.location, key=key) as opened:
                     made[at] = opened.format, opened.num_bytes
             except (FormatError, LayoutError, FileNotFoundError, PermissionError) as error:
                 made[at] = str(error), None  # not a server's failure: that is about all of them
@@ -266,7 +268,7 @@ def _open_all(
     return tuple(form for form, _ in ordered), tuple(size for _, size in ordered)
 
 
-def _progress_lines(progress: Progress) -> list[str]:
+def _progress_lines(progress: TrainingProgress) -> list[str]:
     known = {"step": progress.step, "epoch": progress.epoch}
     text = ", ".join(f"{name} {number}" for name, number in known.items() if number is not None)
     return [text] if text else []

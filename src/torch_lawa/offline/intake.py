@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from torch_lawa.checkpoints.find.select import Found
+from torch_lawa.checkpoints.find.select import FoundCheckpoint
 from torch_lawa.checkpoints.find.step_names import few
 from torch_lawa.errors import ConfigError, FormatError, LawaError
 from torch_lawa.offline.live_run import LiveRun
@@ -41,7 +41,7 @@ class Intake:
     ) -> None:
         self._run, self._window, self._k, self._each = run, window, k, each
         self._settle, self._say, self._stop, self._clock = settle, say, stop, clock
-        self._found: dict[int, Found] = {}
+        self._found: dict[int, FoundCheckpoint] = {}
         self._observed: dict[int, tuple[str, float]] = {}  # signature, and since when
         self._broken: dict[int, str] = {}
         self._by = ""
@@ -71,7 +71,7 @@ class Intake:
         now, before, self._observed = self._clock(), self._observed, {}
         for number, found in self._found.items():
             try:
-                signature = signature_of(found.place)
+                signature = signature_of(found.location)
             except OSError:  # deleted meanwhile
                 continue
             known = before.get(number, ("", now))
@@ -134,7 +134,7 @@ class Intake:
         try:
             source = inspect(found, signature, self._run.key)
         except (LawaError, PermissionError) as error:
-            if isinstance(error, ConfigError) and not found.place.local:
+            if isinstance(error, ConfigError) and not found.location.local:
                 raise  # a server's refusal says nothing about the file
             self._broken[number] = signature
             self._say(f"{found.label}: skipped, as it cannot be read: {error}")

@@ -5,10 +5,10 @@ import re
 from pathlib import Path
 
 from torch_lawa.checkpoints.find.folders import examine_run
-from torch_lawa.checkpoints.find.select import Discovery, Found, discover
+from torch_lawa.checkpoints.find.select import Discovery, FoundCheckpoint, find_checkpoints
 from torch_lawa.checkpoints.find.step_names import parse_name
-from torch_lawa.checkpoints.formats.base import Progress
-from torch_lawa.checkpoints.storage.paths import LocalPlace, is_url, parse_place
+from torch_lawa.checkpoints.formats.base import TrainingProgress
+from torch_lawa.checkpoints.storage.paths import LocalPath, is_url, parse_location
 from torch_lawa.errors import ConfigError, FormatError, OutputError
 
 __all__ = ["LiveRun", "Target"]
@@ -20,15 +20,15 @@ class LiveRun:
     """The checkpoints of a run's folder or a pattern, as they are at the moment of asking."""
 
     def __init__(self, text: str, *, key: str | None = None) -> None:
-        self.text, self.key, self.place = text, key, parse_place(text)
-        self.is_pattern = any(c in text for c in "*?[") and not self.place.exists()
+        self.text, self.key, self.location = text, key, parse_location(text)
+        self.is_pattern = any(c in text for c in "*?[") and not self.location.exists()
 
     @property
     def anchor(self) -> str:
         """What it is called in the window: the same from every folder, for every pattern in it."""
-        if not isinstance(self.place, LocalPlace):
+        if not isinstance(self.location, LocalPath):
             return re.split(r"/[^/]*[*?[]", self.text)[0] if self.is_pattern else self.text
-        parts = self.place.path.parts
+        parts = self.location.path.parts
         if self.is_pattern:
             first = next(i for i, part in enumerate(parts) if any(c in part for c in "*?["))
             parts = parts[:first]
@@ -36,10 +36,10 @@ class LiveRun:
 
     def discover(self) -> Discovery:
         """What is there now, by step or epoch."""
-        if not self.is_pattern and not self.place.exists():
-            raise FormatError(f"{self.place}: is not there yet.")
-        discovery = discover([self.text], key=self.key)
-        if not discovery.is_run and not self.is_pattern and self.place.is_folder():
+        if not self.is_pattern and not self.location.exists():
+            raise FormatError(f"{self.location}: is not there yet.")
+        discovery = find_checkpoints([self.text], key=self.key)
+        if not discovery.is_run and not self.is_pattern and self.location.is_folder():
             discovery = self._only_one(discovery)
         if discovery.ordered_by == "given":
             raise FormatError(
@@ -50,16 +50,16 @@ class LiveRun:
 
     def _only_one(self, discovery: Discovery) -> Discovery:
         """The first checkpoint of a run; discovery may have taken the run's name for its."""
-        contents = examine_run(self.place)
+        contents = examine_run(self.location)
         if not contents.entries:
-            raise FormatError(f"{self.place}: is one checkpoint; give the folder of its run.")
+            raise FormatError(f"{self.location}: is one checkpoint; give the folder of its run.")
         entry, progress = contents.entries[0], contents.progress[0]
-        if progress != Progress():
+        if progress != TrainingProgress():
             by = "epoch" if progress.step is None else "step"
-            found = Found(entry.place, progress.step, progress.epoch)
+            found = FoundCheckpoint(entry.location, progress.step, progress.epoch)
             return Discovery((found,), by, is_run=True)  # type: ignore[arg-type]
-        if parse_name(self.place.name) != Progress():
-            raise FormatError(f"{entry.place}: no step or epoch in its name.")
+        if parse_name(self.location.name) != TrainingProgress():
+            raise FormatError(f"{entry.location}: no step or epoch in its name.")
         return discovery  # it was opened to learn its step
 
 
@@ -93,12 +93,12 @@ class Target:
 
     def refuse_inside(self, run: LiveRun) -> None:
         """Averages must not be taken for checkpoints."""
-        if not isinstance(run.place, LocalPlace):
+        if not isinstance(run.location, LocalPath):
             return
         ours = self._first.resolve()
         folder = Path(run.anchor)
         if run.is_pattern:
-            clash = any(p.resolve().match(str(run.place.path)) for p in (ours, self.window))
+            clash = any(p.resolve().match(str(run.location.path)) for p in (ours, self.window))
         else:
             clash = ours == folder or folder in ours.parents
         if clash or ours in folder.parents:

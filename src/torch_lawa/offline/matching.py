@@ -45,7 +45,7 @@ def match_tensors(
     everywhere = {name for checkpoint in checkpoints for name in checkpoint.tensors}
     for pattern in (*include, *exclude):
         if not any(fnmatchcase(name, pattern) for name in everywhere):
-            raise ConfigError(f"no tensor of {newest.place} matches the pattern {pattern!r}.")
+            raise ConfigError(f"no tensor of {newest.location} matches the pattern {pattern!r}.")
     if not wanted:
         raise ConfigError("the patterns leave no tensor to write.")
     for other in checkpoints[:-1]:
@@ -53,7 +53,7 @@ def match_tensors(
     for name in wanted:
         if not name.startswith(strip_prefix) or name == strip_prefix:
             raise ConfigError(
-                f"tensor {name!r} of {newest.place} does not begin with {strip_prefix!r}: leave "
+                f"tensor {name!r} of {newest.location} does not begin with {strip_prefix!r}: leave "
                 f"such tensors out with --include '{strip_prefix}*', or keep the prefix."
             )
     return [_planned(newest, name, dtype, buffers, strip_prefix) for name in wanted]
@@ -91,7 +91,7 @@ def _compare(
             tied = other.aliases.get(name)
             why = f"there it is tied to {tied!r}" if tied else "it has no tensor of that name"
             raise LayoutError(
-                f"{other.place}: tensor {name!r} of {newest.file_of(name)} is missing: {why}. "
+                f"{other.location}: tensor {name!r} of {newest.file_of(name)} is missing: {why}. "
                 f"{ways_out}"
             )
         if other.tensors[name] != newest.tensors[name]:
@@ -103,7 +103,7 @@ def _compare(
     for name in other.tensors:
         if name not in known and _wanted(name, include, exclude):
             raise LayoutError(
-                f"{other.file_of(name)}: tensor {name!r} is not in {newest.place}. {ways_out}"
+                f"{other.file_of(name)}: tensor {name!r} is not in {newest.location}. {ways_out}"
             )
 
 

@@ -16,7 +16,7 @@ def read_provenance(opened: Checkpoint) -> dict[str, Any] | None:
     """How a result was made, as it says itself: in its metadata, or in a file beside it."""
     text: object = opened.metadata.get(PROVENANCE)
     if text is None and opened.layout == "distributed":
-        beside = opened.place.child("lawa.json")
+        beside = opened.location.child("lawa.json")
         text = read_json(beside).get(PROVENANCE) if beside.is_file() else None
     try:
         made = json.loads(text) if isinstance(text, str) else text

@@ -3,18 +3,25 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from torch_lawa.checkpoints.formats.base import Checkpoint, Layout, TensorSpec
+from torch_lawa.checkpoints.formats.base import Checkpoint, CheckpointLayout, TensorSpec
 from torch_lawa.checkpoints.formats.huggingface import WEIGHTS
-from torch_lawa.checkpoints.formats.opening import TORCH_SUFFIXES, is_checkpoint_folder
-from torch_lawa.checkpoints.formats.sharded_layout import (
+from torch_lawa.checkpoints.formats.registry import (
+    FORMATS,
+    FormatWriter,
+    file_suffixes,
+    format_of_file,
+    format_of_layout,
+    is_checkpoint_folder,
+    output_layouts,
+)
+from torch_lawa.checkpoints.formats.safetensors_folder import (
     DEFAULT_SHARD,
     group_by_size,
     shard_names,
     widest_first,
 )
-from torch_lawa.checkpoints.storage.paths import LocalPlace, Place
+from torch_lawa.checkpoints.storage.paths import LocalPath, Location
 from torch_lawa.errors import ConfigError, OutputError
 from torch_lawa.offline.matching import PlannedTensor
 
@@ -37,14 +44,21 @@ class Shard:
 class Output:
     """What will be written where."""
 
-    place: Place
-    kind: Literal["safetensors", "torch", "distributed"]
+    location: Location
+    kind: str  # the name of a format in the registry
     is_folder: bool
     shards: tuple[Shard, ...]
     index: str | None  # the file that says which shard has what
-    copied: tuple[Place, ...]
+    copied: tuple[Location, ...]
     nested_under: str  # the key that holds the weights in a PyTorch file or DCP folder
     overwrite: bool
+
+    @property
+    def writer(self) -> FormatWriter:
+        """How the format is written."""
+        writer = FORMATS[self.kind].writer
+        assert writer is not None
+        return writer
 
     @property
     def num_bytes(self) -> int:
@@ -53,56 +67,54 @@ class Output:
 
     @property
     def space(self) -> int:
-        """Bytes of disk that are needed while it is made: twice where PyTorch writes it."""
-        copied = sum(place.size for place in self.copied)
-        return self.num_bytes * (1 if self.kind == "safetensors" else 2) + copied
+        """Bytes of disk that are needed while it is made: twice where values are converted."""
+        copied = sum(location.size for location in self.copied)
+        return self.num_bytes * (1 if self.writer.convert is None else 2) + copied
 
     def describe(self) -> str:
         """For people: what it will be."""
-        if self.kind == "torch":
-            return "PyTorch file"
-        if self.kind == "distributed":
-            return "PyTorch distributed checkpoint"
+        if self.writer.convert is not None:
+            return FORMATS[self.kind].title
         if len(self.shards) == 1:
             return "one safetensors file" + (" in a folder" if self.is_folder else "")
         return f"{len(self.shards)} safetensors shards"
 
 
 def plan_output(
-    place: Place,
+    location: Location,
     checkpoints: Sequence[Checkpoint],
     tensors: Sequence[PlannedTensor],
     *,
-    layout: Layout | None,
+    layout: CheckpointLayout | None,
     max_shard_size: int | None,
     overwrite: bool,
 ) -> Output:
     """Decide the layout: what was asked for, else that of the newest input."""
     newest = checkpoints[-1]
-    is_file = place.suffix in (".safetensors", *TORCH_SUFFIXES)
+    is_file = location.suffix in file_suffixes()
     if is_file and layout not in (None, "single"):
         raise ConfigError(
-            f"{place}: names one file, and the layout {layout!r} needs a folder; give a name "
+            f"{location}: names one file, and the layout {layout!r} needs a folder; give a name "
             "without a suffix."
         )
-    chosen: Layout = "single" if is_file else layout or newest.layout
+    own = newest.layout if newest.layout in output_layouts() else "single"
+    chosen: CheckpointLayout = "single" if is_file else layout or own
     if layout is None and max_shard_size is not None and not is_file:
         chosen = "sharded"
     if max_shard_size is not None and chosen != "sharded":
-        raise ConfigError(f"a size of shards was given, and {place} will not have any.")
-    kind: Literal["safetensors", "torch", "distributed"] = "safetensors"
-    if is_file and place.suffix != ".safetensors":
-        kind = "torch"
-    elif chosen == "distributed":
-        kind = "distributed"
-    if kind != "safetensors" and not place.local:
-        raise ConfigError(f"{place}: only safetensors can be written to a URL.")
-    shards = _shards(place, newest, tensors, chosen if kind == "safetensors" else "single",
+        raise ConfigError(f"a size of shards was given, and {location} will not have any.")
+    found = format_of_file(location) if is_file else format_of_layout(chosen)
+    if found is None or found.writer is None:
+        raise ConfigError(f"{location}: this format can be read, not written; choose another.")
+    converted = found.writer.convert is not None
+    if converted and not location.local:
+        raise ConfigError(f"{location}: only safetensors can be written to a URL.")
+    shards = _shards(location, newest, tensors, "single" if converted else chosen,
                      max_shard_size, is_file)  # fmt: skip
-    _refuse_clashes(place, checkpoints, overwrite)
+    _refuse_clashes(location, checkpoints, overwrite)
     return Output(
-        place=place,
-        kind=kind,
+        location=location,
+        kind=found.name,
         is_folder=not is_file,
         shards=shards,
         index=None if is_file or chosen != "sharded" else f"{_stem(newest)}.safetensors.index.json",
@@ -113,15 +125,15 @@ def plan_output(
 
 
 def _shards(
-    place: Place,
+    location: Location,
     newest: Checkpoint,
     tensors: Sequence[PlannedTensor],
-    layout: Layout,
+    layout: CheckpointLayout,
     max_shard_size: int | None,
     is_file: bool,
 ) -> tuple[Shard, ...]:
     if layout != "sharded":
-        file = place.name if is_file else f"{_stem(newest)}.safetensors"
+        file = location.name if is_file else f"{_stem(newest)}.safetensors"
         return (Shard(file, widest_first(tensors, _target)),)
     groups: dict[str, list[PlannedTensor]] = {}
     if newest.layout == "sharded" and max_shard_size is None:
@@ -150,58 +162,59 @@ def _stem(newest: Checkpoint) -> str:
     return "model"
 
 
-def side_files(newest: Checkpoint) -> list[Place]:
+def side_files(newest: Checkpoint) -> list[Location]:
     """The files beside the weights that a result in a folder gets copies of."""
-    folder = newest.place
+    folder = newest.location
     if not folder.is_folder():
         if folder.name not in WEIGHTS:
             return []
         folder = folder.parent
     return [
-        place
-        for place in folder.children()
-        if place.suffix in _COPIED
-        and place.is_file()
-        and place.name not in _NOT_COPIED
-        and not place.name.endswith(".index.json")
+        location
+        for location in folder.children()
+        if location.suffix in _COPIED
+        and location.is_file()
+        and location.name not in _NOT_COPIED
+        and not location.name.endswith(".index.json")
     ]
 
 
-def _refuse_clashes(place: Place, checkpoints: Sequence[Checkpoint], overwrite: bool) -> None:
-    ours = _resolved(place)
+def _refuse_clashes(location: Location, checkpoints: Sequence[Checkpoint], overwrite: bool) -> None:
+    ours = _resolved(location)
     for checkpoint in checkpoints:
-        for part in (checkpoint.place, *checkpoint.files):
+        for part in (checkpoint.location, *checkpoint.files):
             theirs = _resolved(part)
             if theirs == ours or theirs.startswith(ours + "/") or ours.startswith(theirs + "/"):
                 raise OutputError(
-                    f"{place}: is, holds or lies in the input {checkpoint.place}; write elsewhere."
+                    f"{location}: is, contains or is inside the input "
+                    f"{checkpoint.location}; write elsewhere."
                 )
-    if isinstance(place, LocalPlace):
-        _refuse_odd(place)
-    if not place.exists():
+    if isinstance(location, LocalPath):
+        _refuse_odd(location)
+    if not location.exists():
         return
     if not overwrite:
-        raise OutputError(f"{place}: exists already. Pass --overwrite to replace it.")
+        raise OutputError(f"{location}: exists already. Pass --overwrite to replace it.")
     # In a bucket nothing but weights is ever removed.
-    other = place.local and place.is_folder() and bool(place.children())
-    if other and not is_checkpoint_folder(place):
+    other = location.local and location.is_folder() and bool(location.children())
+    if other and not is_checkpoint_folder(location):
         raise OutputError(
-            f"{place}: is a folder with other things than a checkpoint in it, which replacing it "
-            "would remove. Write elsewhere, or remove it yourself."
+            f"{location}: is a folder with other things than a checkpoint in it, which replacing "
+            "it would remove. Write elsewhere, or remove it yourself."
         )
 
 
-def _refuse_odd(place: LocalPlace) -> None:
+def _refuse_odd(location: LocalPath) -> None:
     """What no `--overwrite` may replace, such as /dev/null, and what nothing can be put into."""
-    if os.path.lexists(place.path) and not place.exists():
+    if os.path.lexists(location.path) and not location.exists():
         raise OutputError(
-            f"{place}: is neither a file nor a folder (a device, or a link that leads nowhere); "
+            f"{location}: is neither a file nor a folder (a device, or a link that leads nowhere); "
             "write elsewhere."
         )
-    above = next((p for p in place.path.parents if os.path.lexists(p)), None)
+    above = next((p for p in location.path.parents if os.path.lexists(p)), None)
     if above is not None and not above.is_dir():
-        raise OutputError(f"{place}: {above} is not a folder; write elsewhere.")
+        raise OutputError(f"{location}: {above} is not a folder; write elsewhere.")
 
 
-def _resolved(place: Place) -> str:
-    return str(place.path.resolve()) if isinstance(place, LocalPlace) else str(place)
+def _resolved(location: Location) -> str:
+    return str(location.path.resolve()) if isinstance(location, LocalPath) else str(location)

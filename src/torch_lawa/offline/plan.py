@@ -6,11 +6,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from torch_lawa.checkpoints.find.select import Discovery, Found, discover, select
-from torch_lawa.checkpoints.formats.base import Checkpoint, Layout
+from torch_lawa.checkpoints.find.select import Discovery, FoundCheckpoint, find_checkpoints, select
+from torch_lawa.checkpoints.formats.base import Checkpoint, CheckpointLayout
 from torch_lawa.checkpoints.formats.huggingface import read_json
-from torch_lawa.checkpoints.formats.opening import open_checkpoint
-from torch_lawa.checkpoints.storage.paths import Place, parse_place
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
+from torch_lawa.checkpoints.storage.paths import Location, parse_location
 from torch_lawa.coefficients import (
     Coefficients,
     Explicit,
@@ -35,7 +35,7 @@ _LORA = ("r", "lora_alpha", "use_rslora", "use_dora", "peft_type", "rank_pattern
 class PlannedInput:
     """A checkpoint that takes part, and how much it counts."""
 
-    place: Place
+    location: Location
     label: str
     step: int | None
     epoch: int | None
@@ -74,7 +74,7 @@ class Plan:
         labels = max(len(i.label) for i in self.inputs)
         for i in self.inputs:
             size = format_bytes(i.num_bytes)
-            lines.append(f"  {i.label:<{labels}}  weight {i.weight:<8.4g} {size:>8}  {i.place}")
+            lines.append(f"  {i.label:<{labels}}  weight {i.weight:<8.4g} {size:>8}  {i.location}")
         averaged = [t for t in self.tensors if t.rule == "average"]
         dtypes = sorted({t.target.dtype for t in averaged})
         lines.append(
@@ -86,7 +86,7 @@ class Plan:
             f"Reads {format_bytes(self.bytes_read)}, writes {format_bytes(self.bytes_written)}:"
         )
         copied = f" and {len(self.output.copied)} files beside it" if self.output.copied else ""
-        lines.append(f"  {self.output.place}: {self.output.describe()}{copied}")
+        lines.append(f"  {self.output.location}: {self.output.describe()}{copied}")
         lines += [f"Note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -95,7 +95,7 @@ class Plan:
         return {
             "inputs": [
                 {
-                    "path": str(i.place),
+                    "path": str(i.location),
                     "step": i.step,
                     "epoch": i.epoch,
                     "format": i.format,
@@ -110,11 +110,11 @@ class Plan:
             "tied": self.aliases,
             "bytes_read": self.bytes_read,
             "bytes_written": self.bytes_written,
-            "output": str(self.output.place),
+            "output": str(self.output.location),
             "layout": {
                 "kind": self.output.kind,
                 "files": [shard.file for shard in self.output.shards],
-                "copied": [place.name for place in self.output.copied],
+                "copied": [location.name for location in self.output.copied],
             },
             "notes": list(self.notes),
         }
@@ -136,7 +136,7 @@ def plan_average(
     exclude: Sequence[str] = (),
     buffers: Buffers = "newest",
     strip_prefix: str = "",
-    layout: Layout | None = None,
+    layout: CheckpointLayout | None = None,
     max_shard_size: int | None = None,
     key: str | None = None,
     overwrite: bool = False,
@@ -158,7 +158,7 @@ def plan_average(
     ([200, 300], 16)
     """
     many = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
-    found = discover(many, key=key)
+    found = find_checkpoints(many, key=key)
     selection = {"last": last, "at": at, "start": start, "stop": stop, "every": every}
     if found.is_run and all(value is None for value in selection.values()):
         raise ConfigError(
@@ -169,7 +169,7 @@ def plan_average(
     chosen = select(found, last=last, at=at, start=start, stop=stop, every=every)
     return plan_found(
         chosen.found,
-        parse_place(output),
+        parse_location(output),
         rule=rule,
         name=name_coefficients(rule),
         notes=chosen.notes,
@@ -185,17 +185,19 @@ def plan_average(
     )
 
 
-def plan_found(found: Sequence[Found], output: Place, *, key: str | None, **how: Any) -> Plan:
+def plan_found(
+    found: Sequence[FoundCheckpoint], output: Location, *, key: str | None, **how: Any
+) -> Plan:
     """Plan the average of checkpoints that were found and chosen, oldest first."""
     with ExitStack() as stack:
-        opened = [stack.enter_context(open_checkpoint(f.place, key=key)) for f in found]
+        opened = [stack.enter_context(open_checkpoint(f.location, key=key)) for f in found]
         return plan_opened(found, opened, output, key=key, **how)
 
 
 def plan_opened(
-    found: Sequence[Found],
+    found: Sequence[FoundCheckpoint],
     opened: Sequence[Checkpoint],
-    output: Place,
+    output: Location,
     *,
     rule: Coefficients,
     name: str,
@@ -205,7 +207,7 @@ def plan_opened(
     exclude: Sequence[str] = (),
     buffers: Buffers = "newest",
     strip_prefix: str = "",
-    layout: Layout | None = None,
+    layout: CheckpointLayout | None = None,
     max_shard_size: int | None = None,
     key: str | None = None,
     overwrite: bool = False,
@@ -224,7 +226,7 @@ def plan_opened(
     return Plan(
         inputs=tuple(
             PlannedInput(
-                f.place, f.label, f.step, f.epoch, c.format, c.num_bytes, w / weights.divisor
+                f.location, f.label, f.step, f.epoch, c.format, c.num_bytes, w / weights.divisor
             )
             for f, c, w in zip(found, opened, weights.numerators, strict=True)
         ),
@@ -264,11 +266,11 @@ def _rule(
         )
     # They were given with the files; the files may have been put in the order of their steps.
     given = {
-        str(alone.place): weight
+        str(alone.location): weight
         for each, weight in zip(inputs, weights, strict=True)
-        for alone in discover([each], key=key).found
+        for alone in find_checkpoints([each], key=key).found
     }
-    return Explicit([given[str(f.place)] for f in found.found])
+    return Explicit([given[str(f.location)] for f in found.found])
 
 
 def _notes(
@@ -293,16 +295,16 @@ def _check_adapters(opened: Sequence[Checkpoint]) -> None:
     """Adapters of one shape may still scale differently; that would make their mean wrong."""
     configs = []
     for checkpoint in opened:
-        folder = checkpoint.place
+        folder = checkpoint.location
         folder = folder if folder.is_folder() else folder.parent
-        place = folder.child("adapter_config.json")
-        if checkpoint.files[0].name.startswith("adapter_model") and place.is_file():
-            configs.append((place, read_json(place)))
-    for place, config in configs[:-1]:
-        newest_place, newest = configs[-1]
+        location = folder.child("adapter_config.json")
+        if checkpoint.files[0].name.startswith("adapter_model") and location.is_file():
+            configs.append((location, read_json(location)))
+    for location, config in configs[:-1]:
+        newest_location, newest = configs[-1]
         for name in _LORA:
             if config.get(name) != newest.get(name):
                 raise LayoutError(
-                    f"{place}: {name} is {config.get(name)}, but {newest.get(name)} in "
-                    f"{newest_place}: adapters that scale differently have no mean."
+                    f"{location}: {name} is {config.get(name)}, but {newest.get(name)} in "
+                    f"{newest_location}: adapters that scale differently have no mean."
                 )

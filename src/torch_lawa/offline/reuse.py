@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch_lawa.checkpoints.find.select import Found
-from torch_lawa.checkpoints.formats.opening import open_checkpoint
-from torch_lawa.checkpoints.storage.paths import LocalPlace, Place
+from torch_lawa.checkpoints.find.select import FoundCheckpoint
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
+from torch_lawa.checkpoints.storage.paths import LocalPath, Location
 from torch_lawa.coefficients import Weights
 from torch_lawa.errors import FormatError, OutputError
 from torch_lawa.offline.origin import read_provenance
@@ -14,29 +14,33 @@ __all__ = ["is_made"]
 
 
 def is_made(
-    place: Place, found: Sequence[Found], weights: Weights, name: str, key: str | None
+    location: Location,
+    found: Sequence[FoundCheckpoint],
+    weights: Weights,
+    name: str,
+    key: str | None,
 ) -> bool:
-    """Whether `place` is the mean of these checkpoints, by what it says itself and its date.
+    """Whether `location` is the mean of these checkpoints, by what it says itself and its date.
 
     False where there is nothing; what is there and something else is refused.
     """
-    if not place.exists():
+    if not location.exists():
         return False
     wanted = [
-        (str(f.place), f.step, f.epoch, w / weights.divisor)
+        (str(f.location), f.step, f.epoch, w / weights.divisor)
         for f, w in zip(found, weights.numerators, strict=True)
     ]
-    if _made_of(place) != (name, key, wanted) or not _is_newer(place, found):
+    if _made_of(location) != (name, key, wanted) or not _is_newer(location, found):
         raise OutputError(
-            f"{place}: exists already, and is not the mean of these checkpoints as they are now. "
-            "Remove it, or write elsewhere."
+            f"{location}: exists already, and is not the mean of these checkpoints as they are "
+            "now. Remove it, or write elsewhere."
         )
     return True
 
 
-def _made_of(place: Place) -> tuple[object, object, object]:
+def _made_of(location: Location) -> tuple[object, object, object]:
     try:
-        with open_checkpoint(place) as opened:
+        with open_checkpoint(location) as opened:
             made = read_provenance(opened) or {}
     except FormatError:
         made = {}
@@ -46,13 +50,14 @@ def _made_of(place: Place) -> tuple[object, object, object]:
     return made.get("coefficients"), made.get("key"), inputs
 
 
-def _is_newer(place: Place, found: Sequence[Found]) -> bool:
+def _is_newer(location: Location, found: Sequence[FoundCheckpoint]) -> bool:
     """Written after all that it was made of; not known of what lies on a server."""
-    if not isinstance(place, LocalPlace):
+    if not isinstance(location, LocalPath):
         return False
-    written = place.path.stat().st_mtime_ns
+    written = location.path.stat().st_mtime_ns
     return all(
-        isinstance(f.place, LocalPlace) and _last_written(f.place.path) <= written for f in found
+        isinstance(f.location, LocalPath) and _last_written(f.location.path) <= written
+        for f in found
     )
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_lawa.checkpoints.find.select import Found, discover, select
-from torch_lawa.checkpoints.formats.opening import open_checkpoint
-from torch_lawa.checkpoints.storage.paths import LocalPlace, Place, parse_place
+from torch_lawa.checkpoints.find.select import FoundCheckpoint, find_checkpoints, select
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
+from torch_lawa.checkpoints.storage.paths import LocalPath, Location, parse_location
 from torch_lawa.coefficients import Coefficients, name_coefficients, parse_coefficients
 from torch_lawa.errors import ConfigError
 from torch_lawa.mean.kernels import PIECE, make_pieces
@@ -76,7 +76,7 @@ class Window:
 class SweepPlan:
     """Which windows of which checkpoints. Print it; `run_sweep` runs it."""
 
-    found: tuple[Found, ...]
+    found: tuple[FoundCheckpoint, ...]
     windows: tuple[Window, ...]
     coefficients: str
     rule: Coefficients
@@ -115,7 +115,7 @@ def plan_sweep(
         raise ConfigError(f"k = {list(ks)}: give different whole numbers from 1 on, such as 2,4,6.")
     rule = parse_coefficients(coefficients) if isinstance(coefficients, str) else coefficients
     inputs = [run] if isinstance(run, str | os.PathLike) else list(run)
-    chosen = select(discover(inputs, key=key), start=start, stop=stop, every=every)
+    chosen = select(find_checkpoints(inputs, key=key), start=start, stop=stop, every=every)
     found = chosen.found
     if chosen.ordered_by == "given":
         raise ConfigError(
@@ -142,7 +142,7 @@ def plan_sweep(
             f"k = {too_long[0]}: no window has that many checkpoints (there are {len(found)})."
         )
     newest = found[windows[-1].end]
-    probe = plan_found([newest], LocalPlace("sweep.safetensors"), key=key, rule=rule, name="")
+    probe = plan_found([newest], LocalPath("sweep.safetensors"), key=key, rule=rule, name="")
     name = name_coefficients(rule)
     return SweepPlan(tuple(found), windows, name, rule, probe.bytes_written, chosen.notes, key)
 
@@ -166,7 +166,7 @@ def run_sweep(
     """
     if evaluator is None and output is None:
         raise ConfigError("a sweep needs an evaluator, an output folder, or both.")
-    if evaluator is not None and output is not None and not parse_place(output).local:
+    if evaluator is not None and output is not None and not parse_location(output).local:
         raise ConfigError(
             f"{output}: results that are evaluated must lie here; write them to a path, or sweep "
             "once for the evaluator and once for the URL."
@@ -179,29 +179,29 @@ def run_sweep(
         writer = stack.enter_context(MetricsWriter(metrics)) if metrics else None
         if output is None:
             aside = tempfile.TemporaryDirectory(prefix="lawa-sweep-", dir=scratch)
-            folder: Place = LocalPlace(stack.enter_context(aside))
+            folder: Location = LocalPath(stack.enter_context(aside))
         else:
-            folder = parse_place(output)
-        places = {w: folder.child(f"{w.name}.safetensors") for w in todo}
-        made = [w for w in todo if output is not None and _is_made(plan, w, places[w])]
+            folder = parse_location(output)
+        locations = {w: folder.child(f"{w.name}.safetensors") for w in todo}
+        made = [w for w in todo if output is not None and _is_made(plan, w, locations[w])]
         there = set(made)
         left = [w for w in todo if w not in there]
         batches = list(_batches(left, plan, folder, keep=output is not None))
         meter.total = sum(_bytes_read(batch, plan) for batch in batches)
         for batch in (made, *batches):
             if batch is not made:
-                _make(plan, batch, places, threads, meter)
+                _make(plan, batch, locations, threads, meter)
             for window in batch if evaluator else ():
                 if meter.stopped:
                     raise Stopped
-                row = _evaluate(evaluator, places[window], window, facts)  # type: ignore[arg-type]
+                row = _evaluate(evaluator, locations[window], window, facts)  # type: ignore[arg-type]
                 rows.append(row)
                 if writer:
                     writer.write(row)
                 if on_row:
                     on_row(row)
                 if output is None:
-                    Path(str(places[window])).unlink()
+                    Path(str(locations[window])).unlink()
     return rows
 
 
@@ -223,17 +223,17 @@ def _k(window: Window) -> int | None:
     return None if window.k == 1 else window.k
 
 
-def _is_made(plan: SweepPlan, window: Window, place: Place) -> bool:
+def _is_made(plan: SweepPlan, window: Window, location: Location) -> bool:
     found = [plan.found[at] for at in window.positions]
-    return is_made(place, found, plan.rule.weights(window.k), plan.coefficients, plan.key)
+    return is_made(location, found, plan.rule.weights(window.k), plan.coefficients, plan.key)
 
 
 def _batches(
-    windows: Sequence[Window], plan: SweepPlan, folder: Place, *, keep: bool
+    windows: Sequence[Window], plan: SweepPlan, folder: Location, *, keep: bool
 ) -> Iterator[list[Window]]:
     """As many results at a time as there is room for, on the disk and in open files."""
     limit = _OPEN_FILES
-    if not keep and isinstance(folder, LocalPlace):
+    if not keep and isinstance(folder, LocalPath):
         stat = os.statvfs(folder.path)
         room = stat.f_bavail * stat.f_frsize * _SHARE_OF_DISK
         limit = max(1, min(limit, int(room // max(1, plan.result_bytes))))
@@ -253,7 +253,7 @@ def _bytes_read(batch: Sequence[Window], plan: SweepPlan) -> int:
 def _make(
     plan: SweepPlan,
     batch: Sequence[Window],
-    places: Mapping[Window, Place],
+    locations: Mapping[Window, Location],
     threads: int | None,
     meter: Meter,
 ) -> None:
@@ -262,7 +262,7 @@ def _make(
     index = {at: i for i, at in enumerate(needed)}
     with ExitStack() as stack:
         opened = [
-            stack.enter_context(open_checkpoint(plan.found[at].place, key=plan.key))
+            stack.enter_context(open_checkpoint(plan.found[at].location, key=plan.key))
             for at in needed
         ]
         match_tensors(opened)  # all of them, also where no window has two of them
@@ -270,7 +270,7 @@ def _make(
             plan_opened(
                 [plan.found[at] for at in w.positions],
                 [opened[index[at]] for at in w.positions],
-                places[w],
+                locations[w],
                 rule=plan.rule,
                 name=plan.coefficients,
                 key=plan.key,
@@ -306,17 +306,17 @@ def _make(
 
 def _evaluate(
     evaluator: Evaluator,
-    place: Place,
+    location: Location,
     window: Window,
     facts: Mapping[str, Any],
 ) -> Row:
     from torch_lawa.checkpoints.formats.safetensors import read_header
     from torch_lawa.checkpoints.formats.safetensors_torch import load_tensors
 
-    path = Path(str(place))
+    path = Path(str(location))
     began = time.perf_counter()
     state = load_tensors(path, read_header(path))
-    with open_checkpoint(place) as made:
+    with open_checkpoint(location) as made:
         state.update({name: state[kept] for name, kept in made.aliases.items()})
     values = evaluator(state)
     seconds = time.perf_counter() - began

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from torch_lawa.checkpoints.formats.huggingface import INDEXES, WEIGHTS
-from torch_lawa.checkpoints.storage.paths import RemotePlace
+from torch_lawa.checkpoints.storage.paths import RemoteURL
 from torch_lawa.errors import LawaError
 from torch_lawa.offline.output import Output
 
@@ -21,21 +21,21 @@ _SHARD = re.compile(r".+-[0-9]{5}-of-[0-9]{5}\.(safetensors|bin)|.+\.distcp")
 _NOTES = ("lawa.json", "trainer_state.json")  # what would be said of the older result
 
 
-def upload(folder: Path, place: RemotePlace, output: Output) -> None:
+def upload(folder: Path, location: RemoteURL, output: Output) -> None:
     """Upload what lies in `folder`; of an older result there, no weights are left."""
     if not output.is_folder:
-        place.upload(folder / output.shards[0].file)
+        location.upload(folder / output.shards[0].file)
         return
     last = output.index or output.shards[0].file
     names = sorted((path.name for path in folder.iterdir()), key=lambda name: (name == last, name))
-    older = {found.name for found in place.children()} if place.exists() else set()
+    older = {found.name for found in location.children()} if location.exists() else set()
     if older & {shard.file for shard in output.shards} - {last}:
         for name in older & set(INDEXES):
-            place.child(name).remove()
-    new: list[RemotePlace] = []
+            location.child(name).remove()
+    new: list[RemoteURL] = []
     try:
         for name in names:
-            target = place.child(name)
+            target = location.child(name)
             if name not in older:
                 new.append(target)
             target.upload(folder / name)
@@ -46,7 +46,7 @@ def upload(folder: Path, place: RemotePlace, output: Output) -> None:
         raise
     for name in sorted(older - set(names), key=_is_shard):  # what names shards goes before them
         if name in (*WEIGHTS, *INDEXES, *_NOTES, ".metadata") or _is_shard(name):
-            place.child(name).remove()
+            location.child(name).remove()
 
 
 def _is_shard(name: str) -> bool:

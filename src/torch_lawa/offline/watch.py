@@ -14,7 +14,7 @@ from typing import Any
 
 from torch_lawa.checkpoints.find.select import Discovery, select
 from torch_lawa.checkpoints.storage.atomic import clear_stale, publish, remove
-from torch_lawa.checkpoints.storage.paths import LocalPlace
+from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.coefficients import Coefficients, name_coefficients, parse_coefficients
 from torch_lawa.errors import ConfigError, FormatError, LawaError, OutputError
 from torch_lawa.mean.dtypes import parse_dtype
@@ -256,12 +256,12 @@ class Watcher:
         found = tuple(self._window.found(s) for s in state.snapshots)
         by: Any = state.by
         notes = select(Discovery(found, by, is_run=True), last=self._k).notes
-        plan = plan_found(found, LocalPlace(path), notes=notes, overwrite=True, **self._how)
+        plan = plan_found(found, LocalPath(path), notes=notes, overwrite=True, **self._how)
         for note in plan.notes:
             self._say_once(note, "note: ")
         # Aside first, so that nothing made from bytes that changed takes the name.
         aside = self._window.made / path.name
-        output = replace(plan.output, place=LocalPlace(aside))
+        output = replace(plan.output, location=LocalPath(aside))
         try:
             result = average_checkpoints(replace(plan, output=output), meter=_Meter(self._stop))
         except FormatError:
@@ -274,7 +274,7 @@ class Watcher:
         path.parent.mkdir(parents=True, exist_ok=True)
         clear_stale(path)
         publish(aside, path)
-        return Averaged(plan.inputs, replace(result, place=LocalPlace(path)))
+        return Averaged(plan.inputs, replace(result, location=LocalPath(path)))
 
 
 class _Meter(Meter):

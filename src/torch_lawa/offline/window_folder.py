@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from torch_lawa.checkpoints.find.select import Found
-from torch_lawa.checkpoints.formats.opening import open_checkpoint
+from torch_lawa.checkpoints.find.select import FoundCheckpoint
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.storage.atomic import remove, replacing, sync_folder
-from torch_lawa.checkpoints.storage.paths import LocalPlace
+from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import StoreError
 from torch_lawa.offline.snapshots import Source, keep_files, signature_of, stamps_of
 
@@ -45,7 +45,7 @@ class Snapshot:
     @property
     def label(self) -> str:
         """What to call it."""
-        return Found(LocalPlace(self.source), self.step, self.epoch).label
+        return FoundCheckpoint(LocalPath(self.source), self.step, self.epoch).label
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,11 @@ class WindowFolder:
             os.close(self._lock)
         self._lock = -1
 
-    def found(self, snapshot: Snapshot) -> Found:
+    def found(self, snapshot: Snapshot) -> FoundCheckpoint:
         """A snapshot as something that can be planned with."""
-        return Found(self._place(snapshot.folder, snapshot.file), snapshot.step, snapshot.epoch)
+        return FoundCheckpoint(
+            self._location(snapshot.folder, snapshot.file), snapshot.step, snapshot.epoch
+        )
 
     def changed(self) -> list[Snapshot]:
         """Snapshots whose files are not as they were taken, or not there."""
@@ -119,10 +121,10 @@ class WindowFolder:
         try:
             path.mkdir()
             linked = keep_files(source, path, stopped)
-            if signature_of(found.place) != source.signature:
+            if signature_of(found.location) != source.signature:
                 remove(path)
                 return None
-            with open_checkpoint(self._place(folder, source.file), key=key) as checkpoint:
+            with open_checkpoint(self._location(folder, source.file), key=key) as checkpoint:
                 kept = stamps_of(checkpoint.files)
             sync_folder(self.folder)
         except BaseException:
@@ -134,7 +136,7 @@ class WindowFolder:
             epoch=found.epoch,
             folder=folder,
             file=source.file,
-            source=str(found.place),
+            source=str(found.location),
             signature=source.signature,
             weights=source.stamps,
             kept=kept,
@@ -177,13 +179,13 @@ class WindowFolder:
         else:
             self.state = state
 
-    def _place(self, folder: str, file: str) -> LocalPlace:
+    def _location(self, folder: str, file: str) -> LocalPath:
         # A link to a file that the trainer may rewrite, and so cut off, while it is read.
-        place = LocalPlace(self.folder / folder, mapped=False)
-        return place.child(file) if file else place
+        location = LocalPath(self.folder / folder, mapped=False)
+        return location.child(file) if file else location
 
     def _is_intact(self, snapshot: Snapshot) -> bool:
-        folder = self._place(snapshot.folder, "")
+        folder = self._location(snapshot.folder, "")
         try:
             return stamps_of(folder.child(name) for name in snapshot.kept) == snapshot.kept
         except OSError:

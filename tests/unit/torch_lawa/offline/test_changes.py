@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from torch_lawa.checkpoints.storage.byte_sources import ReadSource
-from torch_lawa.checkpoints.storage.paths import LocalPlace
+from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import FormatError, OutputError
 from torch_lawa.offline import average, average_checkpoints, plan_average, sweep
 
@@ -122,7 +122,7 @@ def test_a_device_or_a_link_to_nowhere_is_not_replaced(
 def test_a_file_that_is_cut_off_is_an_error_rather_than_the_end(tmp_path: Path) -> None:
     path = tmp_path / "bytes"
     path.write_bytes(bytes(range(200)) * 100)
-    source = LocalPlace(tmp_path, mapped=False).child("bytes").open()
+    source = LocalPath(tmp_path, mapped=False).child("bytes").open()
     assert isinstance(source, ReadSource)
     assert source.size == 20_000
     assert source.view(195, 205).tolist() == [195, 196, 197, 198, 199, 0, 1, 2, 3, 4]

@@ -239,12 +239,12 @@ def test_more_than_two_to_the_31_values(tmp_path: Path) -> None:
     plan = plan_average(path, tmp_path / "m.safetensors")
     assert plan.bytes_written == numel
     from torch_lawa.checkpoints.formats.safetensors import SafetensorsFile
-    from torch_lawa.checkpoints.storage.paths import LocalPlace
+    from torch_lawa.checkpoints.storage.paths import LocalPath
     from torch_lawa.offline.engine import pieces_of
 
     last = list(pieces_of(plan.tensors, 1 << 28))[-1]
     assert last[2] == numel
-    with SafetensorsFile(LocalPlace(path)) as opened:
+    with SafetensorsFile(LocalPath(path)) as opened:
         assert opened.read("w", numel - 2, numel).tolist() == [0, 7]
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch_lawa import DiskStore, Explicit, LatestWeightAverager, average_checkpoints, plan_average
 from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
 from torch_lawa.errors import ConfigError, LawaError, NotReadyError, OutputError
-from torch_lawa.export import writing
+from torch_lawa.export import folder_writer
 from torch_lawa.offline.inspection import inspect_checkpoint
 
 
@@ -260,7 +260,7 @@ def test_a_folder_of_other_things_is_never_replaced(tmp_path: Path) -> None:
     _, averager, _ = trained()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("years of work")
-    with pytest.raises(OutputError, match="other things than a checkpoint"):
+    with pytest.raises(OutputError, match="other files than a checkpoint"):
         averager.save_pretrained(tmp_path / "out", overwrite=True)
     with pytest.raises(OutputError, match="is a file"):
         averager.save_pretrained(tmp_path / "out" / "thesis.tex", overwrite=True)
@@ -302,7 +302,7 @@ def test_a_window_that_is_not_full(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("act", ["write_at", "publish", "sync_file"])
+@pytest.mark.parametrize("act", ["FolderSink.write", "publish", "sync_file"])
 def test_a_failing_disk_leaves_nothing(
     act: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,7 +312,7 @@ def test_a_failing_disk_leaves_nothing(
     _, averager, _ = trained()
     averager.save_pretrained(tmp_path / "out", k=1)
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
-    monkeypatch.setattr(writing, act, fail)
+    monkeypatch.setattr(f"{folder_writer.__name__}.{act}", fail)
     with pytest.raises(OutputError, match=r"out: cannot be written .*No space left"):
         averager.save_pretrained(tmp_path / "out", overwrite=True)
     assert os.listdir(tmp_path) == ["out"]
@@ -322,13 +322,17 @@ def test_a_failing_disk_leaves_nothing(
 _KILLED = """
 import os, signal, sys, torch
 from torch_lawa import LatestWeightAverager
-from torch_lawa.export import writing
+from torch_lawa.checkpoints.formats import safetensors_folder
+
+write_at = safetensors_folder.write_at
 
 def die(handle, data, at):
+    if at == 0:
+        return write_at(handle, data, at)  # the header
     os.pwrite(handle, data[:1], at)
     os.kill(os.getpid(), signal.SIGKILL)
 
-writing.write_at = die
+safetensors_folder.write_at = die
 averager = LatestWeightAverager(k=1)
 averager.collect({"w": torch.ones(5)})
 averager.save_pretrained(sys.argv[1], overwrite=True)
