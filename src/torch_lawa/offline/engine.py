@@ -194,8 +194,8 @@ def refusing_changes(opened: Sequence[Checkpoint]) -> Iterator[None]:
             continue
         if inode_now == inode and stamp_now != stamp:
             raise FormatError(
-                f"{location}: was written to while it was being read, so nothing was made of it. Try "
-                "again when it is complete; `lawa watch` waits for that by itself."
+                f"{location}: was written to while it was being read, so nothing was made of it. "
+                "Try again when it is complete; `lawa watch` waits for that by itself."
             )
 
 

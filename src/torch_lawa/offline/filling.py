@@ -96,8 +96,8 @@ def check_unchanged(tensors: Iterable[PlannedTensor], opened: Sequence[Checkpoin
         for tensor in tensors:
             if checkpoint.tensors.get(tensor.name) != tensor.source:
                 raise LayoutError(
-                    f"{checkpoint.location}: tensor {tensor.name!r} changed since the plan was made; "
-                    "plan again."
+                    f"{checkpoint.location}: tensor {tensor.name!r} changed since the plan was "
+                    "made; plan again."
                 )
 
 

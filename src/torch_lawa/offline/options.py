@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
-from torch_lawa.checkpoints.formats.base import Layout
+from torch_lawa.checkpoints.formats.base import CheckpointLayout
 from torch_lawa.coefficients import Coefficients, parse_coefficients
 from torch_lawa.errors import ConfigError
 from torch_lawa.mean.dtypes import parse_dtype
@@ -39,12 +39,12 @@ class AverageOptions:
     exclude: Sequence[str] | str = ()
     buffers: Buffers = "newest"
     strip_prefix: str = ""
-    layout: Layout | None = None
+    layout: CheckpointLayout | None = None
     max_shard_size: int | None = None  # bytes
 
     def __post_init__(self) -> None:
         one_of("buffers", self.buffers, get_args(Buffers))
-        one_of("layout", self.layout, (None, *get_args(Layout)))
+        one_of("layout", self.layout, (None, *get_args(CheckpointLayout)))
         if self.max_shard_size is not None and self.max_shard_size < 1:
             raise ConfigError(f"max_shard_size={self.max_shard_size}: give at least 1 byte.")
         changes = {

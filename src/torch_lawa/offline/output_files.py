@@ -16,14 +16,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch_lawa.checkpoints.formats.huggingface import INDEXES, WEIGHTS, read_json
-from torch_lawa.checkpoints.formats.safetensors_folder import lay_file, write_at, write_index
+from torch_lawa.checkpoints.formats.registry import StagedValues
+from torch_lawa.checkpoints.formats.safetensors_folder import FolderSink, lay_file, write_index
 from torch_lawa.checkpoints.storage.atomic import (
     TEMPORARY,
     clear_stale,
     publish,
     remove,
     require_space,
-    start_flushing,
     sync_file,
     sync_folder,
     temporary_name,
@@ -31,14 +31,12 @@ from torch_lawa.checkpoints.storage.atomic import (
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location, RemoteURL
 from torch_lawa.errors import LawaError, OutputError
 from torch_lawa.mean.dtypes import DTYPES
-from torch_lawa.mean.kernels import Bytes
 from torch_lawa.offline.meeting import clear_meetings
 from torch_lawa.offline.output_plan import Output
 from torch_lawa.offline.shares import LaidFile
 
 __all__ = ["SafetensorsSink", "lay_out", "writing"]
 
-_FLUSHED = 64 * 1024 * 1024
 _SHARD = re.compile(r".+-[0-9]{5}-of-[0-9]{5}\.(safetensors|bin)|.+\.distcp")
 _STATE_FILES = ("lawa.json", "trainer_state.json")  # they describe the older result
 
@@ -60,43 +58,12 @@ def lay_out(
     return files
 
 
-class SafetensorsSink:
-    """Writes pieces from any thread into files that `lay_out` created."""
+class SafetensorsSink(FolderSink):
+    """Writes pieces into files that `lay_out` created; tensors are named as in the inputs."""
 
     def __init__(self, folder: Path, files: Sequence[LaidFile]) -> None:
         self.files = files
-        self._places: dict[str, tuple[int, int]] = {}
-        self._handles: list[int] = []
-        self._unflushed = 0
-        try:
-            for file in files:
-                handle = os.open(folder / file.file, os.O_WRONLY)
-                self._handles.append(handle)
-                for tensor, start in file.tensors:
-                    self._places[tensor.name] = handle, start
-        except BaseException:
-            self.close()
-            raise
-
-    def write(self, name: str, begin: int, piece: Bytes) -> None:
-        """Write bytes of a tensor, named as in the inputs."""
-        handle, start = self._places[name]
-        write_at(handle, piece.data, start + begin)
-        # The disk writes while the next pieces are computed, so the last flush is short.
-        self._unflushed += len(piece)  # not exact with several threads, and need not be
-        if self._unflushed > _FLUSHED:
-            self._unflushed = 0
-            start_flushing(handle)
-
-    def flush(self) -> None:
-        """Flush everything to disk."""
-        for handle in self._handles:
-            os.fsync(handle)
-
-    def close(self) -> None:
-        """Close the files."""
-        while self._handles:
-            os.close(self._handles.pop())
+        super().__init__(folder, {f.file: {t.name: at for t, at in f.tensors} for f in files})
 
 
 @contextlib.contextmanager
@@ -124,8 +91,9 @@ def writing(
             write_index(folder / output.index, weight_map, output.num_bytes)
         for location in output.copied:
             _copy(location, folder / location.name, output)
-        if output.kind != "safetensors":
-            _hand_over(folder, output, metadata, aliases)
+        made = folder / output.shards[0].file
+        target = folder if output.is_folder else made
+        output.writer.finish(StagedValues(made, target, aliases, metadata, output.nested_under))
         _deliver(folder, output)
 
 
@@ -216,18 +184,3 @@ def _copy(location: Location, path: Path, output: Output) -> None:
         if isinstance(location, LocalPath):
             shutil.copymode(location.path, path)
     sync_file(path)
-
-
-def _hand_over(
-    folder: Path, output: Output, metadata: Mapping[str, str], aliases: Mapping[str, str]
-) -> None:
-    """Let PyTorch write its own formats from the file just made, memory-mapped."""
-    from torch_lawa.checkpoints.formats import torch_write as torch_output
-
-    made = folder / output.shards[0].file
-    raw = made.rename(made.with_name(made.name + ".values"))
-    if output.kind == "torch":
-        torch_output.save_file(raw, made, aliases, metadata, output.nested_under)
-    else:
-        torch_output.save_distributed(raw, folder, aliases, metadata, output.nested_under)
-    raw.unlink()

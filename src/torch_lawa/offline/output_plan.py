@@ -3,11 +3,18 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from torch_lawa.checkpoints.formats.base import Checkpoint, Layout, TensorSpec
+from torch_lawa.checkpoints.formats.base import Checkpoint, CheckpointLayout, TensorSpec
 from torch_lawa.checkpoints.formats.huggingface import WEIGHTS
-from torch_lawa.checkpoints.formats.registry import TORCH_SUFFIXES, is_checkpoint_folder
+from torch_lawa.checkpoints.formats.registry import (
+    FORMATS,
+    FormatWriter,
+    file_suffixes,
+    format_of_file,
+    format_of_layout,
+    is_checkpoint_folder,
+    output_layouts,
+)
 from torch_lawa.checkpoints.formats.safetensors_folder import (
     DEFAULT_SHARD,
     group_by_size,
@@ -39,7 +46,7 @@ class Output:
     """What will be written, and where."""
 
     location: Location
-    kind: Literal["safetensors", "torch", "distributed"]
+    kind: str  # the name of a format in the registry
     is_folder: bool
     shards: tuple[Shard, ...]
     index: str | None  # name of the file that maps tensors to shards
@@ -48,22 +55,27 @@ class Output:
     overwrite: bool
 
     @property
+    def writer(self) -> FormatWriter:
+        """How the format is written."""
+        writer = FORMATS[self.kind].writer
+        assert writer is not None
+        return writer
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the tensors."""
         return sum(t.target.nbytes for shard in self.shards for t in shard.tensors)
 
     @property
     def space(self) -> int:
-        """Bytes of disk needed while it is written: twice its size where PyTorch writes it."""
+        """Bytes of disk needed while it is written: twice its size where values are converted."""
         copied = sum(location.size for location in self.copied)
-        return self.num_bytes * (1 if self.kind == "safetensors" else 2) + copied
+        return self.num_bytes * (1 if self.writer.convert is None else 2) + copied
 
     def describe(self) -> str:
         """The format in words."""
-        if self.kind == "torch":
-            return "PyTorch file"
-        if self.kind == "distributed":
-            return "PyTorch distributed checkpoint"
+        if self.writer.convert is not None:
+            return FORMATS[self.kind].title
         if len(self.shards) == 1:
             return "one safetensors file" + (" in a folder" if self.is_folder else "")
         return f"{len(self.shards)} safetensors shards"
@@ -79,36 +91,36 @@ def plan_output(
 ) -> Output:
     """Decide the layout: the one in `options`, else that of the newest input."""
     newest, layout, max_shard_size = checkpoints[-1], options.layout, options.max_shard_size
-    is_file = location.suffix in (".safetensors", *TORCH_SUFFIXES)
+    is_file = location.suffix in file_suffixes()
     if is_file and layout not in (None, "single"):
         raise ConfigError(
             f"{location}: this names one file, but --layout {layout} needs a folder. Give a name "
             "without a suffix."
         )
-    chosen: Layout = "single" if is_file else layout or newest.layout
+    own = newest.layout if newest.layout in output_layouts() else "single"
+    chosen: CheckpointLayout = "single" if is_file else layout or own
     if layout is None and max_shard_size is not None and not is_file:
         chosen = "sharded"
     if max_shard_size is not None and chosen != "sharded":
         raise ConfigError(
-            f"--max-shard-size was given, but {location} will have no shards. Leave it out, or give "
-            "a folder and --layout sharded."
+            f"--max-shard-size was given, but {location} will have no shards. Leave it out, or "
+            "give a folder and --layout sharded."
         )
-    kind: Literal["safetensors", "torch", "distributed"] = "safetensors"
-    if is_file and location.suffix != ".safetensors":
-        kind = "torch"
-    elif chosen == "distributed":
-        kind = "distributed"
-    if kind != "safetensors" and not location.local:
+    found = format_of_file(location) if is_file else format_of_layout(chosen)
+    if found is None or found.writer is None:
+        raise ConfigError(f"{location}: this format can be read, but not written. Choose another.")
+    converted = found.writer.convert is not None
+    if converted and not location.local:
         raise ConfigError(
-            f"{location}: only safetensors can be written to a URL. Write to a path and upload it, or "
-            "use --layout single or sharded."
+            f"{location}: only safetensors can be written to a URL. Write to a path and upload it, "
+            "or use --layout single or sharded."
         )
-    shards = _shards(location, newest, tensors, chosen if kind == "safetensors" else "single",
+    shards = _shards(location, newest, tensors, "single" if converted else chosen,
                      max_shard_size, is_file)  # fmt: skip
     _refuse_clashes(location, checkpoints, overwrite)
     return Output(
         location=location,
-        kind=kind,
+        kind=found.name,
         is_folder=not is_file,
         shards=shards,
         index=None if is_file or chosen != "sharded" else f"{_stem(newest)}.safetensors.index.json",
@@ -122,7 +134,7 @@ def _shards(
     location: Location,
     newest: Checkpoint,
     tensors: Sequence[PlannedTensor],
-    layout: Layout,
+    layout: CheckpointLayout,
     max_shard_size: int | None,
     is_file: bool,
 ) -> tuple[Shard, ...]:
@@ -180,8 +192,8 @@ def _refuse_clashes(location: Location, checkpoints: Sequence[Checkpoint], overw
             theirs = _resolved(part)
             if theirs == ours or theirs.startswith(ours + "/") or ours.startswith(theirs + "/"):
                 raise OutputError(
-                    f"{location}: the output is, contains or is inside the input {checkpoint.location}. "
-                    "Write elsewhere."
+                    f"{location}: the output is, contains or is inside the input "
+                    f"{checkpoint.location}. Write elsewhere."
                 )
     if isinstance(location, LocalPath):
         _refuse_odd(location)
@@ -193,8 +205,8 @@ def _refuse_clashes(location: Location, checkpoints: Sequence[Checkpoint], overw
     other = location.local and location.is_folder() and bool(location.children())
     if other and not is_checkpoint_folder(location):
         raise OutputError(
-            f"{location}: this folder contains more than a checkpoint, and --overwrite would remove "
-            "all of it. Write elsewhere, or remove the folder yourself."
+            f"{location}: this folder contains more than a checkpoint, and --overwrite would "
+            "remove all of it. Write elsewhere, or remove the folder yourself."
         )
 
 

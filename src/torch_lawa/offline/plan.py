@@ -256,6 +256,6 @@ def _check_adapters(opened: Sequence[Checkpoint]) -> None:
             if config.get(name) != newest.get(name):
                 raise LayoutError(
                     f"{location}: {name} is {config.get(name)}, but {newest.get(name)} in "
-                    f"{newest_location}. Adapters that are scaled differently have no mean; average "
-                    "those of one training run."
+                    f"{newest_location}. Adapters that are scaled differently have no mean; "
+                    "average those of one training run."
                 )

@@ -307,8 +307,8 @@ def _is_made(plan: SweepPlan, window: SweepWindow, location: Location) -> bool:
     expected = plan.coefficients, plan.options.key, inputs, plan.tensors
     if _contents(location) != expected or not _is_newer(location, found):
         raise OutputError(
-            f"{location}: already exists, and is not the mean of these checkpoints as they are now. "
-            "Remove it, or write elsewhere."
+            f"{location}: already exists, and is not the mean of these checkpoints as they are "
+            "now. Remove it, or write elsewhere."
         )
     return True
 

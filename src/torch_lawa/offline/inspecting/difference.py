@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from torch_lawa.checkpoints.find.step_names import few
-from torch_lawa.checkpoints.formats.base import Progress, TensorSpec
+from torch_lawa.checkpoints.formats.base import TrainingProgress, TensorSpec
 from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.mean.dtypes import DTYPES, averageable
 from torch_lawa.offline.inspecting.distances import Sums
@@ -25,7 +25,7 @@ class Side:
 
     location: Location
     format: str
-    progress: Progress
+    progress: TrainingProgress
     only: tuple[str, ...]  # names that are not in the other
     tied: tuple[tuple[str, ...], ...]  # names that are tied here but not there
 

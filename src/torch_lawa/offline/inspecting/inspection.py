@@ -8,7 +8,7 @@ from typing import Any
 
 from torch_lawa.checkpoints.find.select import FoundCheckpoint, find_checkpoints
 from torch_lawa.checkpoints.find.step_names import few, parse_name
-from torch_lawa.checkpoints.formats.base import Checkpoint, Layout, Progress, TensorSpec
+from torch_lawa.checkpoints.formats.base import Checkpoint, CheckpointLayout, TrainingProgress, TensorSpec
 from torch_lawa.checkpoints.formats.huggingface import read_json
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.provenance import PROVENANCE
@@ -45,11 +45,11 @@ class Inspection:
 
     location: Location
     format: str
-    layout: Layout
+    layout: CheckpointLayout
     files: dict[str, int]  # name -> bytes
     tensors: dict[str, TensorSpec]
     tied: dict[str, str]  # other names of tied tensors -> the name they are stored under
-    progress: Progress
+    progress: TrainingProgress
     metadata: dict[str, str]
     provenance: dict[str, Any] | None  # how it was averaged, if it was
     notes: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class Inspection:
     def __str__(self) -> str:
         lines = [plain(str(self.location))]
         lines += labelled("Format", wrapped(self._described()))
-        lines += labelled("Progress", _progress_lines(self.progress))
+        lines += labelled("TrainingProgress", _progress_lines(self.progress))
         names = [(format_bytes(size), plain(name)) for name, size in self.files.items()]
         lines += labelled("Files", aligned(names, right={0}))
         lines += labelled(
@@ -142,7 +142,7 @@ class Inspection:
             "sharded": "sharded folder",
             "distributed": "distributed folder",
         }
-        return f"{self.format} ({where[self.layout]})"
+        return f"{self.format} ({where.get(self.layout, self.layout)})"
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], key: str | None = None) -> 
     location, notes = find_one(path, key)
     with open_checkpoint(location, key=key) as opened:
         made = _read_provenance(opened)
-        known = opened.progress != Progress()
+        known = opened.progress != TrainingProgress()
         return Inspection(
             location=location,
             format=opened.format,
@@ -271,7 +271,7 @@ def _open_all(
     return tuple(form for form, _ in ordered), tuple(size for _, size in ordered)
 
 
-def _progress_lines(progress: Progress) -> list[str]:
+def _progress_lines(progress: TrainingProgress) -> list[str]:
     known = {"step": progress.step, "epoch": progress.epoch}
     text = ", ".join(f"{name} {number}" for name, number in known.items() if number is not None)
     return [text] if text else []

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch_lawa.checkpoints.find.select import FoundCheckpoint
 from torch_lawa.checkpoints.formats.base import Checkpoint
-from torch_lawa.checkpoints.formats.huggingface import find_weights
+from torch_lawa.checkpoints.formats.huggingface import find_weights_file
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.storage.atomic import replacing, sync_folder
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location, RemoteURL
@@ -95,7 +95,7 @@ def _beside(checkpoint: Checkpoint) -> Iterator[Location]:
     yield from side_files(checkpoint)
     folder = checkpoint.location
     if folder.is_folder():
-        index = find_weights(folder)
+        index = find_weights_file(folder)
         others = (folder.child(name) for name in (".metadata", "trainer_state.json"))
         yield from (p for p in (index, *others) if p is not None and p.is_file())
 

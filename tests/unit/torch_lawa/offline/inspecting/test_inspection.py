@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from torch_lawa.checkpoints.formats.base import Progress
+from torch_lawa.checkpoints.formats.base import TrainingProgress
 from torch_lawa.errors import ConfigError, FormatError
 from torch_lawa.offline import AverageOptions, average_checkpoints
 from torch_lawa.offline.inspecting.inspection import (
@@ -54,7 +54,7 @@ def test_one_file(tmp_path: Path) -> None:
     }
     assert list(found.dtypes) == ["F32", "BF16", "I64"]
     assert found.tied == {"head": "emb"}
-    assert found.progress == Progress(epoch=3)
+    assert found.progress == TrainingProgress(epoch=3)
     assert found.metadata == {"format": "pt", "epoch": "3"}
     assert found.provenance is None
     assert str(found).splitlines() == [

@@ -15,11 +15,11 @@ from torch_lawa.mean.dtypes import DTYPES
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from torch_lawa.checkpoints.formats.base import Bytes
+    from torch_lawa.mean.kernels import Bytes
 
     Values = NDArray[np.unsignedinteger[Any]]
 
-__all__ = ["MAX_DIMS", "boxes", "copy_strided", "gather", "is_row_major"]
+__all__ = ["MAX_DIMS", "boxes", "copy_strided", "gather_bytes", "is_row_major"]
 
 MAX_DIMS = 32  # of NumPy before 2
 _MAX_VIEW = 64 * 1024 * 1024  # bytes of a source that are looked at together
@@ -72,7 +72,7 @@ def _in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> Iterator[
         yield (row, *starts), (1, *sizes)
 
 
-def gather(
+def gather_bytes(
     spec: TensorSpec, fill: "Callable[[Values, tuple[int, ...]], None]", begin: int, end: int
 ) -> "Bytes":
     """Bytes `begin` to `end`; `fill(out, starts)` puts the box at `starts` into `out`."""

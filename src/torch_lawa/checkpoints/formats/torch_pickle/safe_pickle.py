@@ -15,7 +15,7 @@ from torch_lawa.checkpoints.formats.pickle_names import DICTS, HARMLESS
 from torch_lawa.errors import FormatError
 
 if TYPE_CHECKING:
-    from torch_lawa.checkpoints.formats.base import Bytes
+    from torch_lawa.mean.kernels import Bytes
 
 __all__ = ["MAX_PICKLE", "Label", "Maker", "Record", "Tree", "inside", "load_pickle"]
 
@@ -51,7 +51,7 @@ class Record:
 
 def load_pickle(
     data: "bytes | Bytes",
-    place: object,
+    location: object,
     makers: Mapping[str, Maker | None],
     load_storage: Maker | None = None,
 ) -> Any:
@@ -59,7 +59,7 @@ def load_pickle(
 
     `makers` are the only functions that are ever called, by the name that the pickle uses; with
     None in place of one, the name is allowed and no more. `load_storage` answers persistent ids.
-    Whatever goes wrong is a FormatError that names `place`.
+    Whatever goes wrong is a FormatError that names `location`.
 
     >>> load_pickle(pickle.dumps({"a": [1, (2.5, None)]}), "a.pt", {})
     {'a': [1, (2.5, None)]}
@@ -69,18 +69,18 @@ def load_pickle(
     """
     if len(data) > MAX_PICKLE:
         raise FormatError(
-            f"{place}: holds a pickle of {len(data)} bytes, more than {MAX_PICKLE}: save "
+            f"{location}: holds a pickle of {len(data)} bytes, more than {MAX_PICKLE}: save "
             "model.state_dict() alone."
         )
     file = io.BytesIO(data if isinstance(data, bytes) else data.tobytes())
     try:
-        return _Unpickler(file, place, makers, load_storage).load()
+        return _Unpickler(file, location, makers, load_storage).load()
     except FormatError:
         raise
     except Exception as error:  # bytes that are no pickle can raise anything
         what = f"{type(error).__name__}: {error}"[:_MAX_MESSAGE]
         raise FormatError(
-            f"{place}: the pickle in it is broken ({what}). Write the file again."
+            f"{location}: the pickle in it is broken ({what}). Write the file again."
         ) from None
 
 
@@ -143,12 +143,12 @@ class _Unpickler(pickle._Unpickler):
     def __init__(
         self,
         file: io.BytesIO,
-        place: object,
+        location: object,
         makers: Mapping[str, Maker | None],
         load_storage: Maker | None,
     ) -> None:
         super().__init__(file, encoding="utf-8", errors="replace")
-        self._place, self._load_storage = place, load_storage
+        self._location, self._load_storage = location, load_storage
         self._makers: Mapping[str, Maker | None] = {**dict.fromkeys(DICTS, _make_dict), **makers}
 
     def find_class(self, module: str, name: str) -> Label:
@@ -157,7 +157,7 @@ class _Unpickler(pickle._Unpickler):
             return Label(path)
         shown = path if path.isprintable() else repr(path)
         raise FormatError(
-            f"{self._place}: asks for {shown[:_MAX_MESSAGE]}, which no weights need; it was not "
+            f"{self._location}: asks for {shown[:_MAX_MESSAGE]}, which no weights need; it was not "
             "executed. If you trust the file, load it with torch and save model.state_dict() "
             "alone, or convert it to safetensors."
         )

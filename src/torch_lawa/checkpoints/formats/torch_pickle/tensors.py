@@ -9,22 +9,27 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch_lawa.checkpoints.formats.base import TensorSpec
-from torch_lawa.checkpoints.formats.safe_pickle import Label, Maker
-from torch_lawa.checkpoints.formats.strided import MAX_DIMS, copy_strided, gather, is_row_major
+from torch_lawa.checkpoints.formats.torch_pickle.safe_pickle import Label, Maker
+from torch_lawa.checkpoints.formats.torch_pickle.strided import (
+    MAX_DIMS,
+    copy_strided,
+    gather_bytes,
+    is_row_major,
+)
 from torch_lawa.mean.dtypes import DTYPES
 
 if TYPE_CHECKING:
-    from torch_lawa.checkpoints.formats.base import Bytes
-    from torch_lawa.checkpoints.formats.strided import Values
+    from torch_lawa.checkpoints.formats.torch_pickle.strided import Values
+    from torch_lawa.mean.kernels import Bytes
 
 __all__ = [
     "CODES",
     "MAKERS",
     "STORAGES",
-    "Described",
+    "DescribedTensor",
     "Storage",
     "StoredTensor",
-    "Unusable",
+    "UnusableTensor",
     "as_size",
 ]
 
@@ -56,14 +61,14 @@ class Storage:
     view: "Callable[[int, int], Bytes]"
 
 
-class Described:
+class DescribedTensor:
     """A tensor of which a pickle speaks, whether it can be read or not."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class StoredTensor(Described):
+class StoredTensor(DescribedTensor):
     """A tensor as the file describes it: a storage, where in it, and how it is strided."""
 
     storage: Storage
@@ -81,7 +86,7 @@ class StoredTensor(Described):
     def read(self, begin: int, end: int) -> "Bytes":
         """Bytes `begin` to `end` in row-major order: a view of the file where they lie so."""
         if begin >= end or not is_row_major(self.spec.shape, self.stride):
-            return gather(self.spec, self.fill, begin, end)
+            return gather_bytes(self.spec, self.fill, begin, end)
         start = self.offset * DTYPES[self.spec.dtype].itemsize
         return self.storage.view(start + begin, start + end)
 
@@ -92,7 +97,7 @@ class StoredTensor(Described):
 
 
 @dataclass(frozen=True, slots=True)
-class Unusable(Described):
+class UnusableTensor(DescribedTensor):
     """A tensor that cannot be read, and why: an error where it is among the weights."""
 
     why: str
@@ -113,25 +118,27 @@ def as_size(values: object) -> tuple[int, ...] | None:
 
 def _describe(
     storage: object, dtype: str, offset: object, size: object, stride: object, flags: object
-) -> StoredTensor | Unusable:
+) -> StoredTensor | UnusableTensor:
     if not isinstance(storage, Storage):
         raise TypeError("a tensor without a storage")
     if dtype not in CODES:
-        return Unusable(f"is of {dtype}, which safetensors cannot hold")
+        return UnusableTensor(f"is of {dtype}, which safetensors cannot hold")
     shape, steps, first = as_size(size), as_size(stride), as_size([offset])
     if shape is None or steps is None or first is None or len(shape) != len(steps):
-        return Unusable("has a shape, stride or offset that cannot be; the file is damaged")
+        return UnusableTensor("has a shape, stride or offset that cannot be; the file is damaged")
     if isinstance(flags, dict) and (flags.get("conj") or flags.get("neg")):
-        return Unusable("is a lazy conjugate or negative: save tensor.resolve_conj() in its place")
+        return UnusableTensor(
+            "is a lazy conjugate or negative: save tensor.resolve_conj() in its place"
+        )
     spec = TensorSpec(CODES[dtype], shape)
     if storage.nbytes is None:
         if spec.numel:
-            return Unusable(f"has no data: the entry data/{storage.key} is not in the file")
+            return UnusableTensor(f"has no data: the entry data/{storage.key} is not in the file")
     elif spec.numel:
         item = DTYPES[spec.dtype].itemsize
         extent = 1 + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
         if (first[0] + extent) * item > storage.nbytes or spec.nbytes >= 2**62:
-            return Unusable(
+            return UnusableTensor(
                 f"claims {(first[0] + extent) * item} bytes of the entry data/{storage.key}, "
                 f"which has {storage.nbytes}; the file is damaged"
             )
@@ -140,7 +147,7 @@ def _describe(
 
 def _tensor_v2(
     storage: Any, offset: object, size: object, stride: object, *rest: object
-) -> StoredTensor | Unusable:
+) -> StoredTensor | UnusableTensor:
     """(requires_grad, backward_hooks, flags) may follow."""
     return _describe(
         storage, storage.dtype, offset, size, stride, rest[2] if len(rest) > 2 else None
@@ -149,14 +156,14 @@ def _tensor_v2(
 
 def _tensor_v3(
     storage: Any, offset: object, size: object, stride: object, *rest: Any
-) -> StoredTensor | Unusable:
+) -> StoredTensor | UnusableTensor:
     """(requires_grad, backward_hooks, dtype, flags) follow."""
     flags = rest[3] if len(rest) > 3 else None
     return _describe(storage, rest[2].path, offset, size, stride, flags)
 
 
 def _parameter(data: object, *_: object) -> object:
-    if not isinstance(data, Described):
+    if not isinstance(data, DescribedTensor):
         raise TypeError("a parameter without a tensor")
     return data
 
@@ -165,12 +172,12 @@ def _from_type(function: Label, kind: Label, args: tuple[object, ...], _state: o
     plain = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
     maker = MAKERS.get(function.path)
     if maker is None or kind.path not in plain:
-        return Unusable(f"is rebuilt as {kind.path} by {function.path}")
+        return UnusableTensor(f"is rebuilt as {kind.path} by {function.path}")
     return maker(*args)
 
 
 def _unusable(why: str) -> Maker:
-    return lambda *_: Unusable(why)
+    return lambda *_: UnusableTensor(why)
 
 
 def _size(values: object = ()) -> tuple[int, ...]:

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from torch_lawa.checkpoints.formats.base import Progress
-from torch_lawa.checkpoints.formats.safe_pickle import Tree, inside
+from torch_lawa.checkpoints.formats.base import TrainingProgress
+from torch_lawa.checkpoints.formats.torch_pickle.safe_pickle import Tree, inside
 from torch_lawa.errors import FormatError
 
 __all__ = [
     "PROGRESS_KEYS",
     "WEIGHT_KEYS",
-    "Weights",
+    "FoundWeights",
     "find_progress",
     "find_weights",
     "is_training_state",
@@ -37,7 +37,7 @@ Dict = dict[object, object]
 
 
 @dataclass(frozen=True)
-class Weights(Generic[Leaf]):
+class FoundWeights(Generic[Leaf]):
     """The tensors that were found, the dotted key they are under ("" for the top), and notes.
 
     `metadata` is what a state dict says of itself in plain text, in its `_metadata`.
@@ -52,11 +52,11 @@ class Weights(Generic[Leaf]):
 def find_weights(
     top: object,
     leaf: type[Leaf],
-    place: object,
+    location: object,
     *,
     key: str | None = None,
     all_if_unclear: bool = False,
-) -> Weights[Leaf]:
+) -> FoundWeights[Leaf]:
     """The weights in a loaded object, under their canonical names; `leaf` is what tensors are.
 
     `key` says where to look ("." is the top). With `all_if_unclear`, a dict of dicts without a
@@ -66,10 +66,10 @@ def find_weights(
     >>> found.tensors, found.key
     ({'w': 1.5}, 'model')
     """
-    finder = _Finder(leaf, place)
+    finder = _Finder(leaf, location)
     if not isinstance(top, dict):
         raise FormatError(
-            f"{place}: holds a {type(top).__name__}, not a dict of named tensors: save "
+            f"{location}: holds a {type(top).__name__}, not a dict of named tensors: save "
             "model.state_dict()."
         )
     if key is not None:
@@ -77,11 +77,11 @@ def find_weights(
     return finder.collect(*finder.guess(top, all_if_unclear))
 
 
-def find_progress(top: object) -> Progress:
+def find_progress(top: object) -> TrainingProgress:
     """Step and epoch, where they are plain numbers at the top.
 
     >>> find_progress({"global_step": 500, "epoch": 3})
-    Progress(step=500, epoch=3)
+    TrainingProgress(step=500, epoch=3)
     """
 
     def number(*keys: str) -> int | None:
@@ -90,7 +90,7 @@ def find_progress(top: object) -> Progress:
         values = (top[k] for k in keys if k in top)
         return next((v for v in values if type(v) is int and 0 <= v < 2**63), None)
 
-    return Progress(number(*_STEP_KEYS), number("epoch"))
+    return TrainingProgress(number(*_STEP_KEYS), number("epoch"))
 
 
 def is_training_state(key: object) -> bool:
@@ -103,8 +103,8 @@ def is_training_state(key: object) -> bool:
 
 
 class _Finder(Generic[Leaf]):
-    def __init__(self, leaf: type[Leaf], place: object) -> None:
-        self._leaf, self._place = leaf, place
+    def __init__(self, leaf: type[Leaf], location: object) -> None:
+        self._leaf, self._location = leaf, location
         self._known: dict[int, bool] = {}  # by id: everything lives as long as the top does
 
     def look_up(self, top: Dict, key: str) -> Dict:
@@ -124,7 +124,7 @@ class _Finder(Generic[Leaf]):
         whole = not rest and key and not key.endswith(".")
         if not whole or not isinstance(node, dict) or not self._holds(node):
             raise FormatError(
-                f"{self._place}: there are no weights under the key {key!r}; entries that hold "
+                f"{self._location}: there are no weights under the key {key!r}; entries that hold "
                 f"tensors: {self._list_entries(top)}."
             )
         return node
@@ -153,9 +153,9 @@ class _Finder(Generic[Leaf]):
             return top, "", ()
         if not direct and not nested:
             keys = ", ".join(repr(str(k)) for k in list(top)[:12]) or "nothing"
-            raise FormatError(f"{self._place}: holds no tensors: it has {keys}.")
+            raise FormatError(f"{self._location}: holds no tensors: it has {keys}.")
         raise FormatError(
-            f"{self._place}: it is not clear which tensors are the weights; {_CHOOSE}, "
+            f"{self._location}: it is not clear which tensors are the weights; {_CHOOSE}, "
             f"of: {self._list_entries(top)}."
         )
 
@@ -196,7 +196,7 @@ class _Finder(Generic[Leaf]):
         more = f" and {len(names) - 12} more" if len(names) > 12 else ""
         return (", ".join(map(repr, names[:12])) + more or "none") + " ('.' is everything)"
 
-    def collect(self, tree: Dict, key: str, notes: tuple[str, ...]) -> Weights[Leaf]:
+    def collect(self, tree: Dict, key: str, notes: tuple[str, ...]) -> FoundWeights[Leaf]:
         """The tensors in a dict by dotted names, with what wrappers put in front taken off."""
         flat: list[tuple[str, Leaf]] = []
         left_out: list[str] = []
@@ -206,17 +206,17 @@ class _Finder(Generic[Leaf]):
             else:
                 left_out.append(name)
             if len(flat) + len(left_out) > _MAX_NAMES:
-                raise FormatError(f"{self._place}: more than {_MAX_NAMES} names; damaged?")
+                raise FormatError(f"{self._location}: more than {_MAX_NAMES} names; damaged?")
         if left_out:
             more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
             notes += ("left out, not tensors: " + ", ".join(map(repr, left_out[:3])) + more,)
-        return Weights(self._canonical(flat), key, notes, _metadata(tree))
+        return FoundWeights(self._canonical(flat), key, notes, _metadata(tree))
 
     def _walk(self, tree: Dict, prefix: str, depth: int) -> Iterator[tuple[str, object]]:
         for key, value in tree.items():
             if not isinstance(key, str | int):
                 raise FormatError(
-                    f"{self._place}: {prefix!r} holds a tensor named by a {type(key).__name__}."
+                    f"{self._location}: {prefix!r} holds a tensor named by a {type(key).__name__}."
                 )
             name = f"{prefix}{key}"
             if isinstance(value, self._leaf) or not self._holds(value):
@@ -225,7 +225,7 @@ class _Finder(Generic[Leaf]):
                 yield from self._walk(value, f"{name}.", depth + 1)
             else:
                 raise FormatError(
-                    f"{self._place}: {name[:200]!r} is a {type(value).__name__} with tensors in "
+                    f"{self._location}: {name[:200]!r} is a {type(value).__name__} with tensors in "
                     "it, or nested too deeply; weights are dicts of named tensors."
                 )
 
@@ -236,11 +236,11 @@ class _Finder(Generic[Leaf]):
             plain = name.removeprefix("module." if wrapped else "").replace("_orig_mod.", "")
             if plain in found:
                 raise FormatError(
-                    f"{self._place}: two tensors have the name {plain!r} (one of them from "
+                    f"{self._location}: two tensors have the name {plain!r} (one of them from "
                     f"{name!r}): rename one."
                 )
             if not plain.isascii() and not _is_text(plain):
-                raise FormatError(f"{self._place}: the name {plain!r} is not text.")
+                raise FormatError(f"{self._location}: the name {plain!r} is not text.")
             found[plain] = value
         return found
 

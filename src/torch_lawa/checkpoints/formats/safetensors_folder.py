@@ -1,22 +1,26 @@
-"""Weights as a folder of safetensors files: which file holds which tensor, and the files' names.
+"""Folders of safetensors files that `from_pretrained` of Hugging Face libraries reads, written.
 
-The layout that `from_pretrained` of Hugging Face libraries reads.
+Which file holds which tensor, the names of the files, and their values in any order.
 """
 
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch_lawa.checkpoints.formats.base import TensorSpec
 from torch_lawa.checkpoints.formats.safetensors import encode_header
-from torch_lawa.checkpoints.storage.atomic import reserve, sync_file
+from torch_lawa.checkpoints.storage.atomic import reserve, start_flushing, sync_file
 from torch_lawa.errors import ConfigError
 from torch_lawa.mean.dtypes import DTYPES
 
+if TYPE_CHECKING:
+    from torch_lawa.mean.kernels import Bytes
+
 __all__ = [
     "DEFAULT_SHARD",
+    "FolderSink",
     "group_by_size",
     "lay_file",
     "shard_names",
@@ -26,6 +30,7 @@ __all__ = [
 ]
 
 DEFAULT_SHARD = 5_000_000_000  # bytes, what Hugging Face's `save_pretrained` has used for years
+_FLUSH_EVERY = 64 * 1024 * 1024  # bytes
 
 _T = TypeVar("_T")
 
@@ -96,6 +101,46 @@ def write_at(handle: int, data: bytes | memoryview, at: int) -> None:
     while rest:
         n = os.pwrite(handle, rest, at)
         rest, at = rest[n:], at + n
+
+
+class FolderSink:
+    """Files made by `lay_file`, filled piece by piece, in any order and from any thread.
+
+    `starts` says where in which file each tensor begins: file -> tensor -> byte.
+    """
+
+    def __init__(self, folder: Path, starts: Mapping[str, Mapping[str, int]]) -> None:
+        self._starts: dict[str, tuple[int, int]] = {}  # tensor -> open file, byte
+        self._handles: list[int] = []
+        self._unflushed = 0
+        try:
+            for file, tensors in starts.items():
+                handle = os.open(folder / file, os.O_WRONLY)
+                self._handles.append(handle)
+                self._starts |= {name: (handle, start) for name, start in tensors.items()}
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, name: str, begin: int, piece: "Bytes") -> None:
+        """Write bytes of a tensor, from its byte `begin` on."""
+        handle, start = self._starts[name]
+        write_at(handle, piece.data, start + begin)
+        # The disk writes while the next pieces are computed, so the final flush has little to do.
+        self._unflushed += len(piece)  # from several threads: about right is enough
+        if self._unflushed > _FLUSH_EVERY:
+            self._unflushed = 0
+            start_flushing(handle)
+
+    def flush(self) -> None:
+        """Make what was written survive a power cut."""
+        for handle in self._handles:
+            os.fsync(handle)
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._handles:
+            os.close(self._handles.pop())
 
 
 def write_index(path: Path, weight_map: Mapping[str, str], num_bytes: int) -> None:

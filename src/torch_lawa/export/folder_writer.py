@@ -1,4 +1,4 @@
-"""The one process that writes: files laid out aside, filled, flushed, then given their name."""
+"""The folder of an export: written under a temporary name by one process, flushed, then renamed."""
 
 import contextlib
 import os
@@ -9,36 +9,32 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from torch_lawa.checkpoints.formats.opening import is_checkpoint_folder
-from torch_lawa.checkpoints.formats.sharded_layout import lay_file, write_at, write_index
+from torch_lawa.checkpoints.formats.registry import is_checkpoint_folder
+from torch_lawa.checkpoints.formats.safetensors_folder import FolderSink, lay_file, write_index
 from torch_lawa.checkpoints.storage.atomic import (
     clear_stale,
     publish,
     remove,
     require_space,
-    start_flushing,
     sync_file,
     sync_folder,
     temporary_name,
 )
-from torch_lawa.checkpoints.storage.paths import LocalPlace
+from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import OutputError
 from torch_lawa.export.plan import ExportedTensor, ExportPlan
 
 __all__ = ["FolderWriter"]
 
-_FLUSHED = 64 * 1024 * 1024
-
 
 class FolderWriter:
-    """A folder of safetensors files under a temporary name; gone again unless it is published."""
+    """A folder of safetensors files under a temporary name, removed unless it is published."""
 
     def __init__(self, folder: Path, plan: ExportPlan, *, overwrite: bool) -> None:
         _refuse(folder, overwrite)
         self._target, self._plan = folder, plan
         self._aside = temporary_name(folder)
-        self._starts: dict[str, tuple[Path, int]] = {}
-        self._unflushed = 0
+        self._sink: FolderSink | None = None
 
     def __enter__(self) -> "FolderWriter":
         try:
@@ -48,37 +44,32 @@ class FolderWriter:
                 require_space(self._target.parent, self._plan.num_bytes)
                 remove(self._aside)
                 self._aside.mkdir()
-                # All of them before the work, so that a full disk is found now.
-                for file in self._plan.files:
-                    entries = [(tensor.written, tensor.spec) for tensor in file.tensors]
-                    path = self._aside / file.name
-                    starts, _ = lay_file(path, entries, {**self._plan.metadata, **file.aliases})
-                    for tensor in file.tensors:
-                        self._starts[tensor.name] = path, starts[tensor.written]
+                self._sink = FolderSink(self._aside, self._lay_files())
         except BaseException:
             self.__exit__(None, None, None)
             raise
         return self
 
+    def _lay_files(self) -> dict[str, dict[str, int]]:
+        """Make all files before the first value is computed, so that a full disk is found now."""
+        found = {}
+        for file in self._plan.files:
+            entries = [(tensor.written, tensor.spec) for tensor in file.tensors]
+            metadata = {**self._plan.metadata, **file.aliases}
+            starts, _ = lay_file(self._aside / file.name, entries, metadata)
+            found[file.name] = {tensor.name: starts[tensor.written] for tensor in file.tensors}
+        return found
+
     def write(self, tensor: ExportedTensor, value: Tensor) -> None:
-        """The values of one tensor, all of it."""
-        path, start = self._starts[tensor.name]
-        if not value.numel():
-            return
-        flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        with self._explained():
-            handle = os.open(path, os.O_WRONLY)
-            try:
-                write_at(handle, flat.numpy().data, start)
-                self._unflushed += flat.numel()
-                if self._unflushed > _FLUSHED:
-                    self._unflushed = 0
-                    start_flushing(handle)  # the disk works while the next tensors are made
-            finally:
-                os.close(handle)
+        """Write all values of one tensor."""
+        assert self._sink is not None
+        if value.numel():
+            flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            with self._explained():
+                self._sink.write(tensor.name, 0, flat.numpy())
 
     def finish(self) -> None:
-        """Write what goes beside the weights; everything survives a power cut from here on."""
+        """Write the files beside the weights; after this everything survives a power cut."""
         plan, files = self._plan, self._plan.files
         sizes = [(tensor.dtype, tensor.spec.numel) for file in files for tensor in file.tensors]
         with self._explained():
@@ -87,13 +78,13 @@ class FolderWriter:
                     tensor.written: file.name for file in files for tensor in file.tensors
                 }
                 write_index(self._aside / plan.index, weight_map, plan.num_bytes)
-            plan.beside.write(self._aside, sizes)
+            plan.hub_files.write(self._aside, sizes)
             for path in self._aside.iterdir():
                 sync_file(path)
             sync_folder(self._aside)
 
     def publish(self) -> None:
-        """Give the folder its name; an older one of that name is gone."""
+        """Rename the folder to its final name, replacing an older one."""
         with self._explained():
             publish(self._aside, self._target)
 
@@ -103,6 +94,8 @@ class FolderWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._sink is not None:
+            self._sink.close()
         with contextlib.suppress(OSError):
             remove(self._aside)
 
@@ -110,10 +103,12 @@ class FolderWriter:
     def _explained(self) -> Iterator[None]:
         try:
             yield
+        except OutputError:
+            raise
         except OSError as error:
             raise OutputError(
-                f"{self._target}: cannot be written ({error}); what was begun is removed. Make "
-                "room or mend the folder, or write elsewhere."
+                f"{self._target}: cannot be written ({error}); the unfinished folder was removed. "
+                "Free some space, check the permissions, or write elsewhere."
             ) from error
 
 
@@ -121,11 +116,11 @@ def _refuse(folder: Path, overwrite: bool) -> None:
     if not os.path.lexists(folder):
         return
     if not folder.is_dir():
-        raise OutputError(f"{folder}: is a file, and the export makes a folder; write elsewhere.")
+        raise OutputError(f"{folder}: is a file, but an export writes a folder. Write elsewhere.")
     if not overwrite:
         raise OutputError(f"{folder}: exists already. Pass overwrite=True to replace it.")
-    if any(folder.iterdir()) and not is_checkpoint_folder(LocalPlace(folder)):
+    if any(folder.iterdir()) and not is_checkpoint_folder(LocalPath(folder)):
         raise OutputError(
-            f"{folder}: is a folder with other things than a checkpoint in it, which replacing it "
-            "would remove. Write elsewhere, or remove it yourself."
+            f"{folder}: contains other files than a checkpoint, and replacing the folder would "
+            "remove them. Write elsewhere, or remove the folder yourself."
         )

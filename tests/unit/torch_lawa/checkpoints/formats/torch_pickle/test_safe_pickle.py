@@ -20,8 +20,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from torch_lawa.checkpoints.formats import safe_pickle as unpickling
-from torch_lawa.checkpoints.formats.safe_pickle import Label, Record, Tree, inside, load_pickle
+from torch_lawa.checkpoints.formats.torch_pickle import safe_pickle as unpickling
+from torch_lawa.checkpoints.formats.torch_pickle.safe_pickle import (
+    Label,
+    Record,
+    Tree,
+    inside,
+    load_pickle,
+)
 from torch_lawa.errors import FormatError
 
 PLAIN = {
@@ -259,8 +265,8 @@ def test_no_bytes_crash_the_reader(
     content: bytes, protocol: int, changes: list[tuple[int, int]], cut: int
 ) -> None:
     good = bytearray(pickle.dumps(GOOD, protocol))
-    for place, value in changes:
-        good[place % len(good)] = value
+    for location, value in changes:
+        good[location % len(good)] = value
     for data in (content, content + b".", bytes(good), bytes(good[: cut % len(good)])):
         with contextlib.suppress(FormatError):
             load_pickle(data, "f.pt", {}, lambda pid: pid)

@@ -19,7 +19,7 @@ from torch_lawa.errors import LayoutError
 from torch_lawa.selection import unwrap
 from torch_lawa.shards import is_fsdp
 
-__all__ = ["Surroundings", "surroundings_of"]
+__all__ = ["HubFiles", "hub_files_for"]
 
 Sizes = Iterable[tuple[torch.dtype, int]]  # of every tensor written: its dtype, how many values
 
@@ -28,15 +28,15 @@ _LORA = r"lora_(?:embedding_)?[AB]"
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class HubFiles:
     """The name of the weights' file, the names of tensors in it, and what is written beside it."""
 
     stem: str
-    name_of: "NameOf"
+    name_of: "TensorNames"
     write: Callable[[Path, Sizes], None]
 
 
-class NameOf:
+class TensorNames:
     """The name of a tensor in the file; None where it is not part of it."""
 
     def __call__(self, name: str, *, trained: bool) -> str | None:
@@ -44,7 +44,7 @@ class NameOf:
         return name
 
 
-class _InAdapter(NameOf):
+class _InAdapter(TensorNames):
     """As PEFT writes them: without the adapter's own name."""
 
     def __init__(self, adapter: str) -> None:
@@ -68,7 +68,7 @@ class _InAdapter(NameOf):
 _BY_PEFT = "Let PEFT save it: with averager.swapped_into(model): model.save_pretrained(folder)."
 
 
-def surroundings_of(model: nn.Module | None) -> Surroundings:
+def hub_files_for(model: nn.Module | None) -> HubFiles:
     """Of a model that may be wrapped, sharded or None."""
     inside = unwrap(model) if model is not None else None
     adapters = getattr(inside, "peft_config", None)
@@ -76,8 +76,8 @@ def surroundings_of(model: nn.Module | None) -> Surroundings:
         return _of_adapter(inside, adapters)
     config = getattr(inside, "config", None)
     if inside is None or not callable(getattr(config, "save_pretrained", None)):
-        return Surroundings("model", NameOf(), lambda folder, sizes: None)
-    return Surroundings("model", NameOf(), lambda folder, sizes: _describe(inside, folder, sizes))
+        return HubFiles("model", TensorNames(), lambda folder, sizes: None)
+    return HubFiles("model", TensorNames(), lambda folder, sizes: _describe(inside, folder, sizes))
 
 
 def _describe(model: Any, folder: Path, sizes: Sizes) -> None:
@@ -104,7 +104,7 @@ def _describe(model: Any, folder: Path, sizes: Sizes) -> None:
     _edit(folder / "config.json", edit)
 
 
-def _of_adapter(model: Any, adapters: Any) -> Surroundings:
+def _of_adapter(model: Any, adapters: Any) -> HubFiles:
     name = getattr(model, "active_adapter", None)
     config = adapters.get(name) if isinstance(name, str) and isinstance(adapters, dict) else None
     kind = str(getattr(getattr(config, "peft_type", None), "value", ""))
@@ -125,7 +125,7 @@ def _of_adapter(model: Any, adapters: Any) -> Surroundings:
         # What is loaded from a folder is for use; PEFT writes it so, too.
         _edit(folder / "adapter_config.json", lambda found: found.update(inference_mode=True))
 
-    return Surroundings("adapter_model", _InAdapter(str(name)), write)
+    return HubFiles("adapter_model", _InAdapter(str(name)), write)
 
 
 def _edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:

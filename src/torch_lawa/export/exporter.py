@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from torch_lawa.errors import ConfigError, StateError
+from torch_lawa.export.folder_writer import FolderWriter
 from torch_lawa.export.plan import ExportPlan
 from torch_lawa.export.together import Together
-from torch_lawa.export.writing import FolderWriter
 from torch_lawa.shards import Sharding
 from torch_lawa.window import Window
 
-__all__ = ["gather", "save"]
+__all__ = ["export_average", "gather_tensor"]
 
 # Values are gathered as bits: no backend knows all dtypes, and all of them know these.
 _BITS = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
 
 
-def save(
+def export_average(
     window: Window,
     folder: str | os.PathLike[str],
     plan_it: Callable[[], ExportPlan],
@@ -46,14 +46,14 @@ def save(
         writer = None
         if together.rank == 0:
             writer = stack.enter_context(FolderWriter(target, plan, overwrite=overwrite))
-        means = window.one_by_one(plan.n, plan.weights)
+        means = window.mean_by_tensor(plan.n, plan.weights)
         for tensor in (tensor for file in plan.files for tensor in file.tensors):
             sharding = window.shardings.get(tensor.name)
             if sharding is not None and _is_split(sharding):
                 part = means.make(tensor.name, tensor.dtype, _device(sharding))
-                together.check()  # nobody begins to gather what another cannot give
+                together.check()  # nobody begins to gather_tensor what another cannot give
                 with together.collective():
-                    whole = gather(part, sharding)
+                    whole = gather_tensor(part, sharding)
                 del part
             elif writer is not None:
                 whole = means.make(tensor.name, tensor.dtype)
@@ -70,7 +70,7 @@ def save(
         together.check()
 
 
-def gather(part: Tensor, sharding: Sharding) -> Tensor:
+def gather_tensor(part: Tensor, sharding: Sharding) -> Tensor:
     """The whole tensor, on every process of the mesh."""
     bits = sharding.whole(part.view(_BITS[part.dtype.itemsize]))
     whole: Tensor = bits.full_tensor()  # type: ignore[attr-defined]
