@@ -6,12 +6,18 @@ GPU_TESTS ?= tests/gpu
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := pyproject.toml constraints.txt hatch_build.py src/torch_lawa/mean/kernels.c
+OWN_TARGETS := not gpu and not data and not browser and not matrix and not packaging
 
-.PHONY: demo test check format bench bench-offline test-gpu test-data test-browser test-matrix test-oldest test-timm clean help
+.PHONY: help demo test test-fast check format docs coverage bench bench-offline clean
+.PHONY: test-gpu test-data test-browser test-matrix test-oldest test-timm test-packaging
 
 help:
 	@echo "make demo       train the embedded default and show what averaging saved"
 	@echo "make test       format, lint, types, layers and tests"
+	@echo "make test-fast  unit tests and laws only, in under a minute"
+	@echo "make docs       build the documentation site into site/"
+	@echo "make coverage   run the tests once with coverage"
+	@echo "make test-packaging  build wheels and sdist, install each into an empty environment"
 	@echo "make check      the same without the tests"
 	@echo "make format     rewrite the code in its own format"
 	@echo "make bench      time the averager against its peers on this CPU"
@@ -27,7 +33,25 @@ demo: $(VENV)/.demo
 	$(BIN)/lawa demo --overwrite
 
 test: check
-	$(BIN)/python -m pytest -n auto -m "not gpu and not data and not browser and not matrix"
+	$(BIN)/python -m pytest -n auto -m "$(OWN_TARGETS)"
+
+test-fast: $(VENV)/.dev
+	$(BIN)/python -m pytest -n auto -m "$(OWN_TARGETS) and not slow" tests/unit tests/laws
+
+coverage: $(VENV)/.dev
+	$(PIP) coverage
+	COVERAGE_PROCESS_START=pyproject.toml $(BIN)/python -m coverage run --parallel-mode \
+	  -m pytest -n auto -m "$(OWN_TARGETS)"
+	$(BIN)/python -m coverage combine -q
+	$(BIN)/python -m coverage report --skip-covered --sort=cover
+
+docs: .venv-docs/.docs
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	.venv-docs/bin/python docs/site/check_links.py site
+
+test-packaging: $(VENV)/.dev
+	$(PIP) -e '.[dev,packaging]'
+	$(BIN)/python -m pytest -n 3 -m packaging tests/packaging
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -90,6 +114,12 @@ $(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
 	$(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/.demo
 
+.venv-docs/.docs: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  mkdocs-material 'mkdocstrings[python]' ruff
+	@touch $@
+
 .venv-bench/.bench: $(SOURCES)
 	$(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
@@ -111,4 +141,4 @@ $(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-oldest .venv-timm .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-docs .venv-oldest .venv-timm site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

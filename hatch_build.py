@@ -1,9 +1,12 @@
-"""Build the loops in C where there is a compiler; do without them where there is none.
+"""Build hook: compile the C kernels where there is a compiler, and tag the wheel accordingly.
 
-Run by hatchling at every install, and by hand (`python hatch_build.py`) while working on them.
+With kernels the wheel is for one platform but any Python 3, because they are loaded with ctypes.
+Without a compiler, or with `LAWA_BUILD=pure`, the wheel is pure Python and NumPy does the work.
+hatchling runs this at every install; `python hatch_build.py` rebuilds the kernels by hand.
 """
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -19,40 +22,57 @@ except ImportError:  # run by hand, outside of a build
     BuildHookInterface = object  # type: ignore[assignment,misc]
 
 _FOLDER = Path(__file__).parent / "src" / "torch_lawa" / "mean"
-# Contraction would fuse multiply and add, and change bits from machine to machine.
+# Contraction would fuse multiply and add, and the bits would differ between machines.
 _FLAGS = ["-O3", "-std=c11", "-fPIC", "-shared", "-ffp-contract=off", "-fno-trapping-math"]
+_OLDEST_GLIBC = 17  # manylinux_2_17 is what pip and auditwheel call manylinux2014
 
 
 def build() -> Path | None:
-    """Compile `kernels.c` beside itself; None where that is not possible."""
+    """Compile `kernels.c` next to itself; None if there is no usable compiler."""
     source = _FOLDER / "kernels.c"
     target = _FOLDER / f"_kernels_{zlib.crc32(source.read_bytes()):08x}.so"
+    for old in _FOLDER.glob("_kernels_*"):
+        old.unlink()
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
     if not shutil.which(compiler[0]):
         compiler = ["cc"]
     if sys.platform == "win32" or not shutil.which(compiler[0]):
         return None
-    for old in _FOLDER.glob("_kernels_*"):
-        old.unlink()
     temporary = target.with_suffix(".partial")
     command = [*compiler, *_FLAGS, str(source), "-o", str(temporary), "-lm"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        print(f"torch-lawa: built without its C loops:\n{done.stderr}", file=sys.stderr)
+        print(f"torch-lawa: built without its C kernels:\n{done.stderr}", file=sys.stderr)
         return None
     temporary.rename(target)
     return target
 
 
+def platform_tag(library: Path) -> str:
+    """The wheel's platform tag, from the newest glibc symbol that the library needs."""
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    versions = re.findall(rb"GLIBC_2\.(\d+)", library.read_bytes())
+    if not platform.startswith("linux_") or not versions:
+        return platform  # macOS, or musl, whose wheels are repaired by cibuildwheel
+    newest = max(_OLDEST_GLIBC, *map(int, versions))
+    machine = platform.removeprefix("linux_")
+    tag = f"manylinux_2_{newest}_{machine}"
+    return f"{tag}.manylinux2014_{machine}" if newest == _OLDEST_GLIBC else tag
+
+
 class KernelsHook(BuildHookInterface):  # type: ignore[misc,valid-type]
-    """Adds what was built to a wheel, which is then one for this platform."""
+    """Adds the kernels to the wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Called before a wheel is put together."""
-        if build() is not None:
-            build_data["pure_python"] = False
-            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-            build_data["tag"] = f"py3-none-{platform}"
+        """Called by hatchling before a wheel is assembled."""
+        pure = os.environ.get("LAWA_BUILD") == "pure"
+        library = None if pure else build()
+        if library is None:
+            build_data["tag"] = "py3-none-any"
+            return
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{platform_tag(library)}"
+        build_data["artifacts"].append(f"src/torch_lawa/mean/{library.name}")
 
 
 if __name__ == "__main__":

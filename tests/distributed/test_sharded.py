@@ -193,4 +193,4 @@ def test_a_nan_stays_on_its_rank_and_leaves_with_its_snapshot() -> None:
     assert (quiet, fine) == ([], [True, True, True])
     assert hit == [False, False, True]
     assert len(warned) == 1
-    assert "the snapshot of step 2 holds NaN or Inf in 'weight'" in warned[0]
+    assert "step 2 has NaN or Inf in 'weight'" in warned[0]

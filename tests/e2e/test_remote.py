@@ -21,8 +21,8 @@ from support.s3 import (
     start_server,
     write_shards,
 )
-from torch_lawa.checkpoints.formats.registry import open_checkpoint
 
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.storage.paths import parse_location
 
 Lawa = Callable[..., tuple[int, str, str]]

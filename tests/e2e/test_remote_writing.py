@@ -38,7 +38,7 @@ def test_overwriting(fs: Any, bucket: str, lawa: Lawa, tmp_path: Path) -> None:
     first = ("average", f"{url}/a/checkpoint-1", "-o", f"{url}/out")
     code, _, complained = lawa(*first)
     assert code == 1
-    assert f"{url}/out: exists already. Pass --overwrite to replace it." in complained
+    assert f"{url}/out: already exists. Pass --overwrite to replace it." in complained
     assert lawa(*first, "--overwrite")[0] == 0
     assert_equal(read_shards(fs, f"{bucket}/out"), states[0])
     assert names_in(fs, f"{bucket}/out")[0] == "README.md"

@@ -19,7 +19,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from torch_lawa.errors import NotReadyError, StateError
 from torch_lawa.integrations.lightning import LatestWeightAveraging
-from torch_lawa.offline import average_checkpoints, plan_average
+from torch_lawa.offline import average_checkpoints
 
 pytestmark = QUIET
 
@@ -473,7 +473,7 @@ def test_offline_averaging_of_the_same_checkpoints_is_the_same(tmp_path):
     saving = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1)
     fit(tmp_path, averaging, saving, max_epochs=5)
     assert len(list(folder.glob("*.lawa"))) == 3
-    average_checkpoints(plan_average(folder, tmp_path / "offline.safetensors", last=3))
+    average_checkpoints(folder, tmp_path / "offline.safetensors", last=3)
     assert same(load_file(tmp_path / "offline.safetensors"), averaging.averager.average())
 
 

@@ -34,7 +34,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from torch_lawa import DiskStore, Exponential, average_checkpoints, plan_average
+from torch_lawa import DiskStore, Exponential, average_checkpoints
 from torch_lawa.errors import ConfigError
 from torch_lawa.integrations.transformers import (
     LatestWeightAveragingCallback,
@@ -57,7 +57,7 @@ def test_the_average_of_the_latest_saves_lies_beside_each(tmp_path: Path) -> Non
 
 def test_offline_the_same_folders_give_the_same_bits(tmp_path: Path) -> None:
     trainer(tmp_path / "run", averaging(k=3)).train()
-    average_checkpoints(plan_average(tmp_path / "run", tmp_path / "offline", last=3))
+    average_checkpoints(tmp_path / "run", tmp_path / "offline", last=3)
     assert same(saved(tmp_path / "offline"), saved(tmp_path / "run" / "checkpoint-12" / MODEL))
 
 

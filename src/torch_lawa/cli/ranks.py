@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from torch_lawa.cli.progress import while_shown
+from torch_lawa.cli.progress import run_with_progress
 from torch_lawa.errors import ConfigError
 from torch_lawa.offline.engine import Meter, Stopped
 from torch_lawa.ranks.world import find_world
@@ -55,7 +55,7 @@ def averaging(
             except Stopped:
                 raise click.Abort from None
             return
-        while_shown(
+        run_with_progress(
             lambda: average_as_other_rank(
                 ranks, local_size=world.local_size, threads=threads, meter=meter
             ),

@@ -18,7 +18,7 @@ from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.errors import ConfigError
 from torch_lawa.integrations.visible import require_visible_parameters
 from torch_lawa.integrations.window_files import load_window, save_window
-from torch_lawa.swap import refuse_if_lent
+from torch_lawa.swap import refuse_if_swapped
 
 __all__ = ["register_averager"]
 
@@ -70,7 +70,7 @@ class _Kept:
 
     def __call__(self, models: Any, weights: Any, folder: str) -> None:
         # Else a run would be resumed from the mean, and nobody would notice.
-        refuse_if_lent(self._model, "accelerator.save_state was called")
+        refuse_if_swapped(self._model, "accelerator.save_state was called")
         configuration = self._accelerator.project_configuration
         writes = (
             self._accelerator.is_local_main_process
@@ -80,7 +80,7 @@ class _Kept:
         save_window(self._averager, self._model, Path(folder) / self.name, writes=writes)
 
     def load(self, models: Any, folder: str) -> None:
-        refuse_if_lent(self._model, "accelerator.load_state was called")
+        refuse_if_swapped(self._model, "accelerator.load_state was called")
         if not load_window(self._averager, self._model, Path(folder) / self.name):
             logger.warning(
                 f"{folder} holds no window named {self.name!r} (it was saved without an "

@@ -10,7 +10,7 @@ from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.errors import ConfigError, LayoutError
 from torch_lawa.integrations.torch_swa import from_averaged_model, plain_state_dict
 from torch_lawa.shards import is_sharded_model
-from torch_lawa.swap import refuse_if_lent
+from torch_lawa.swap import refuse_if_swapped
 
 __all__ = ["timm_checkpoint"]
 
@@ -50,7 +50,7 @@ def timm_checkpoint(
             "the model is sharded, and timm reads whole tensors: save it and the averager with "
             "torch.distributed.checkpoint, and average those files with `lawa average`."
         )
-    refuse_if_lent(model, "timm_checkpoint was called")  # its raw weights are not in it now
+    refuse_if_swapped(model, "timm_checkpoint was called")  # its raw weights are not in it now
     raw = plain_state_dict(model)
     # timm counts epochs from the next one only where the version says so (its savers write 2).
     checkpoint = {"state_dict": raw, "version": 2, **entries}

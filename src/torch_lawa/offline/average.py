@@ -15,8 +15,14 @@ from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.provenance import note_provenance, provenance
 from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import ConfigError, LayoutError
-from torch_lawa.offline.changes import refusing_changes
-from torch_lawa.offline.engine import Meter, default_threads, in_threads, run, whole
+from torch_lawa.offline.engine import (
+    Meter,
+    default_threads,
+    in_threads,
+    refusing_changes,
+    run,
+    whole,
+)
 from torch_lawa.offline.matching import PlannedTensor
 from torch_lawa.offline.output_files import writing
 from torch_lawa.offline.plan import AveragePlan
@@ -128,8 +134,8 @@ def check_unchanged(tensors: Sequence[PlannedTensor], opened: Sequence[Checkpoin
         for tensor in tensors:
             if checkpoint.tensors.get(tensor.name) != tensor.source:
                 raise LayoutError(
-                    f"{checkpoint.location}: tensor {tensor.name!r} changed since the plan was made; "
-                    "plan again."
+                    f"{checkpoint.location}: tensor {tensor.name!r} changed since the plan was "
+                    "made; plan again."
                 )
 
 

@@ -28,8 +28,14 @@ from torch_lawa.offline.average import (
     open_inputs,
     per_input,
 )
-from torch_lawa.offline.changes import refusing_changes
-from torch_lawa.offline.engine import Meter, Span, default_threads, run, value_width
+from torch_lawa.offline.engine import (
+    Meter,
+    Span,
+    default_threads,
+    refusing_changes,
+    run,
+    value_width,
+)
 from torch_lawa.offline.matching import PlannedTensor
 from torch_lawa.offline.output_files import LaidFile, SafetensorsSink, writing
 from torch_lawa.offline.plan import AveragePlan
@@ -243,8 +249,8 @@ def _check_fingerprints(opened: Sequence[Checkpoint], fingerprints: Sequence[str
     for checkpoint, fingerprint in zip(opened, fingerprints, strict=True):
         if _fingerprint(checkpoint) != fingerprint:
             raise LayoutError(
-                f"{checkpoint.location}: is not the same checkpoint as on rank 0. All ranks must read "
-                "the same files."
+                f"{checkpoint.location}: is not the same checkpoint as on rank 0. All ranks must "
+                "read the same files."
             )
 
 

@@ -40,6 +40,14 @@ def test_the_papers_pseudocode_gives_the_same_weights() -> None:
             assert_same_state(averager.average(), dict(lawa_model.state_dict()))
 
 
+def test_two_averagers_do_not_share_the_counters_of_one_schedule() -> None:
+    every_other, model = Every(2), nn.Linear(1, 1)
+    first, second = (LatestWeightAverager(k=2, schedule=every_other) for _ in range(2))
+    collected = [(first.step(model), second.step(model)) for _ in range(4)]
+    assert collected == [(False, False), (True, True), (False, False), (True, True)]
+    assert every_other.num_calls == 0
+
+
 def test_average_loads_into_the_model() -> None:
     model = small_net()
     averager = LatestWeightAverager(k=2)
@@ -216,9 +224,9 @@ def test_prefixes_of_state_dicts() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.update(w=torch.ones(3)), r"'w' has shape \(3,\) and had \(2,\)"),
-        (lambda s: s.update(w=torch.ones(2).double()), r"'w' is torch.float64 and was"),
-        (lambda s: s.pop("w"), r"'w' was collected before and is gone"),
+        (lambda s: s.update(w=torch.ones(3)), r"'w' has shape \(3,\).*\(2,\)"),
+        (lambda s: s.update(w=torch.ones(2).double()), r"'w' is torch.float64.*torch.float32"),
+        (lambda s: s.pop("w"), r"'w'.*no longer has it"),
         (lambda s: s.update(x=torch.ones(2)), r"'x' is new"),
         (lambda s: s.update(w=[1.0, 2.0]), r"'w' is a list, not a tensor"),
         (lambda s: s.update(w=torch.ones(2, device="meta")), r"'w' is on the meta device"),
@@ -274,7 +282,7 @@ def test_a_module_that_changed_is_refused_every_time() -> None:
     averager.collect(model)
     model.weight.data = model.weight.data.view(2, 3)  # the same memory in another shape
     for _ in range(2):
-        with pytest.raises(LayoutError, match=r"'weight' has shape \(2, 3\) and had \(3, 2\)"):
+        with pytest.raises(LayoutError, match=r"'weight' has shape \(2, 3\).*\(3, 2\)"):
             averager.collect(model)
     model.weight.data = model.weight.data.view(3, 2)
     averager.collect(model)
@@ -287,7 +295,7 @@ def test_another_module_on_the_same_memory_is_another_module() -> None:
     second.b = nn.Parameter(first.a.data)
     averager = LatestWeightAverager(k=2)
     averager.collect(first)
-    with pytest.raises(LayoutError, match="'a' was collected before and is gone"):
+    with pytest.raises(LayoutError, match=r"'a'.*no longer has it"):
         averager.collect(second)
 
 
@@ -322,7 +330,7 @@ def test_waiting_and_not_waiting_for_a_full_window() -> None:
     patient, eager = LatestWeightAverager(k=3), LatestWeightAverager(k=3, min_snapshots=1)
     for averager in (patient, eager):
         assert not averager.ready
-        with pytest.raises(NotReadyError, match="0 of 3 snapshots were collected; call"):
+        with pytest.raises(NotReadyError, match=r"0 of 3 snapshots.*collect"):
             averager.average()
         averager.collect({"w": torch.tensor([1.0])})
         averager.collect({"w": torch.tensor([2.0])})
@@ -330,9 +338,9 @@ def test_waiting_and_not_waiting_for_a_full_window() -> None:
     with pytest.raises(NotReadyError, match="2 of 3 snapshots"):
         patient.average()
     assert patient.average(k=2)["w"].item() == 1.5
-    with pytest.raises(NotReadyError, match="the mean of 3 was asked for"):
+    with pytest.raises(NotReadyError, match=r"mean of 3.*only 2"):
         patient.average(k=3)
-    with pytest.raises(ConfigError, match="ask for 1 to 3"):
+    with pytest.raises(ConfigError, match=r"k=.* from 1 to 3"):
         patient.average(k=4)
     assert eager.ready
     assert eager.average()["w"].item() == 1.5
@@ -416,7 +424,7 @@ def test_reset_begins_a_new_window() -> None:
         ({"_sliding": 1}, "_sliding=1"),
         ({"storage_dtype": torch.int8}, "storage_dtype=torch.int8"),
         ({"k": 4, "coefficients": Explicit([1, 2])}, "Explicit has 2 weights"),
-        ({"k": 6, "schedule": Every(100, total=500)}, "gives 5 snapshots .* never be ready"),
+        ({"k": 6, "schedule": Every(100, total=500)}, "5 snapshots .* needs 6"),
     ],
 )
 def test_bad_configuration_fails_at_construction(options: dict[str, object], message: str) -> None:
@@ -449,9 +457,9 @@ def test_a_mean_is_of_floating_point_numbers(dtype: torch.dtype) -> None:
     """Whole numbers would be cut off; complex ones left half the memory as it was found."""
     averager = LatestWeightAverager(k=1)
     averager.collect({"w": torch.full((4,), 1.5)})
-    with pytest.raises(ConfigError, match=r"dtype=.*: weights are floating-point numbers"):
+    with pytest.raises(ConfigError, match=r"dtype=.*floating-point"):
         averager.average(dtype=dtype)
-    with pytest.raises(ConfigError, match="coefficients='uniform': give one of these"):
+    with pytest.raises(ConfigError, match="coefficients='uniform'"):
         averager.average(coefficients="uniform")  # type: ignore[arg-type]
 
 
@@ -464,5 +472,5 @@ def test_a_model_converted_into_memory_it_had_before_is_noticed() -> None:
     same = memory.view(torch.bfloat16)[:, :64]  # as the allocator may give it again
     model.weight.data = same.copy_(model.weight.data)
     assert model.weight.data_ptr() == memory.data_ptr()
-    with pytest.raises(LayoutError, match=r"is torch.bfloat16 and was torch.float32"):
+    with pytest.raises(LayoutError, match=r"is torch.bfloat16.*torch.float32"):
         averager.collect(model)

@@ -29,3 +29,10 @@ def test_every_public_name_is_there_and_no_other() -> None:
         assert getattr(torch_lawa, name) is not None
     assert set(dir(torch_lawa)) == set(torch_lawa.__all__)
     assert not hasattr(torch_lawa, "nothing")
+
+
+def test_the_averager_loads_neither_export_nor_checkpoint_formats() -> None:
+    """A training loop that saves no export does not pay for it."""
+    loaded = modules_after("from torch_lawa import LatestWeightAverager; LatestWeightAverager()")
+    unwanted = ("torch_lawa.export", "torch_lawa.checkpoints", "torch_lawa.offline")
+    assert not [name for name in loaded if name.startswith(unwanted)]

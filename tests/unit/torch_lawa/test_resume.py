@@ -157,13 +157,13 @@ def test_ties_frozen_parameters_and_dtypes_survive() -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda s: s.update(version=99), "another version"),
+        (lambda s: s.update(version=99), "version 99"),
         (lambda s: s.pop("kept"), "damaged"),
         (lambda s: s["counters"].pop("schedule"), "damaged"),
-        (lambda s: s["snapshots"][1]["tensors"].pop("w"), "step 2 does not match.*'w'"),
-        (lambda s: s["snapshots"][1]["tensors"].update(w=torch.ones(5)), "'w' is missing or has"),
-        (lambda s: s["snapshots"][1]["tensors"].update(w="text"), "'w' is missing or has"),
-        (lambda s: s["snapshots"].reverse(), "out of order"),
+        (lambda s: s["snapshots"][1]["tensors"].pop("w"), "step 2.*'w'"),
+        (lambda s: s["snapshots"][1]["tensors"].update(w=torch.ones(5)), "step 2.*'w'"),
+        (lambda s: s["snapshots"][1]["tensors"].update(w="text"), "step 2.*'w'"),
+        (lambda s: s["snapshots"].reverse(), "not in order"),
         (lambda s: s["dtypes"].update(w="no_such_dtype"), "damaged"),
     ],
 )
@@ -188,7 +188,7 @@ def test_foreign_objects_are_refused() -> None:
 
 def test_another_schedule_is_refused() -> None:
     state = LatestWeightAverager(k=2, schedule=Every(2)).state_dict()
-    with pytest.raises(StateError, match=r"Every and this averager has OnPlateau"):
+    with pytest.raises(StateError, match=r"Every.*OnPlateau"):
         LatestWeightAverager(k=2, schedule=OnPlateau()).load_state_dict(state)
 
 
@@ -225,7 +225,7 @@ def test_a_copy_goes_on_by_itself(copied: Callable[[Any], Any], store: str) -> N
 def test_a_window_on_disk_has_one_owner(tmp_path: Path) -> None:
     averager = LatestWeightAverager(store=DiskStore(tmp_path / "window"))
     for copied in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(StoreError, match=r"cannot be copied or pickled.*folder of its own"):
+        with pytest.raises(StoreError, match=r"cannot be copied or pickled"):
             copied(averager)
 
 
@@ -269,5 +269,5 @@ def test_labels_of_other_libraries_can_be_saved(step: Any, tmp_path: Path) -> No
         (row,) = torch.load(file, weights_only=True)["snapshots"]
         assert row["step"] == 7
         assert type(row["step"]) is int
-    with pytest.raises(ConfigError, match=r"step=7\.5: give a whole number"):
+    with pytest.raises(ConfigError, match=r"step=7\.5"):
         averager.collect({"w": torch.ones(1)}, step=7.5)  # type: ignore[arg-type]

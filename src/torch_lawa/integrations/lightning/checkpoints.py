@@ -33,7 +33,7 @@ from torch_lawa.integrations.lightning.shards import (
     window_key,
 )
 from torch_lawa.integrations.lightning.side_files import PENDING, SUFFIX, SideFile
-from torch_lawa.swap import refuse_if_lent
+from torch_lawa.swap import refuse_if_swapped
 
 __all__ = ["Averaging", "accompany"]
 
@@ -161,7 +161,7 @@ class _Companion:
         if any(callback.lending for callback in self.callbacks):
             return False
         try:
-            refuse_if_lent(trained_model(self.trainer), "")
+            refuse_if_swapped(trained_model(self.trainer), "")
         except SwapError:
             return True
         return False

@@ -1,7 +1,5 @@
 """Several ranks on one folder, played through in one process: what all have, and nothing else."""
 
-import gc
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -275,26 +273,3 @@ def test_an_averager_in_one_process_of_several(
     averager.collect({"w": torch.ones(3)})
     averager.wait()
     assert (tmp_path / "manifest.json").exists()
-
-
-def test_a_window_written_before_ranks_were_kept_apart(tmp_path: Path) -> None:
-    averager = LatestWeightAverager(k=2, store=DiskStore(tmp_path))
-    for value in (1.0, 2.0, 4.0):
-        averager.collect({"w": torch.full((3,), value), "n": torch.tensor(int(value))})
-    averager.wait()
-    del averager
-    gc.collect()
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    newest = manifest["snapshots"][-1]
-    old = {key: manifest[key] for key in ("serial", "averaged", "kept")}
-    old |= {"format": 1, "kept_file": newest["kept_file"], "notes": newest["notes"]}
-    old["snapshots"] = [
-        {key: row[key] for key in ("index", "step", "file")} for row in manifest["snapshots"]
-    ]
-    (tmp_path / "manifest.json").write_text(json.dumps(old))
-    again = LatestWeightAverager(k=2, store=DiskStore(tmp_path))
-    assert again.num_collected == 3
-    assert again.average()["w"].tolist() == [3.0] * 3
-    assert again.average()["n"].item() == 4
-    again.collect({"w": torch.full((3,), 8.0), "n": torch.tensor(8)})
-    assert again.average()["w"].tolist() == [6.0] * 3
