@@ -2,7 +2,8 @@
 
 All variants take turns, round by round, over the same cached files of a 350 M-parameter
 transformer. "Process" is the whole command, with the start of torchrun and PyTorch where there are
-several processes; "engine" is reading, averaging and writing.
+several processes; "engine" is reading, averaging and writing; "cpu" is the processor time of all
+processes, which depends little on what else the machine does.
 
     python benchmarks/processes.py --data /scratch          # needs 16 GB of disk
     python benchmarks/processes.py --quick                  # a smoke test of the script itself
@@ -11,6 +12,7 @@ several processes; "engine" is reading, averaging and writing.
 import argparse
 import filecmp
 import os
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,12 @@ def command(processes: int, threads: int | None, inputs: list[Path], output: Pat
     return words + ([] if threads is None else ["--threads", str(threads)])
 
 
+def cpu_seconds() -> float:
+    """Of all processes that have ended: this counts work, however busy the machine is."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def measure(dtype: str, inputs: list[Path], rounds: int, log: Log) -> None:
     found: dict[tuple[int, int | None], list[dict[str, Any]]] = {v: [] for v in VARIANTS}
     outputs = {v: inputs[0].parents[1] / f"mean-{v[0]}-{v[1]}.safetensors" for v in VARIANTS}
@@ -38,7 +46,9 @@ def measure(dtype: str, inputs: list[Path], rounds: int, log: Log) -> None:
         for variant in turned:
             warm(inputs)
             load = os.getloadavg()[0]
+            before = cpu_seconds()
             row = execute(command(*variant, inputs, outputs[variant]))
+            row["cpu_s"] = cpu_seconds() - before
             processes, threads = variant
             log.add(kind="run", dtype=dtype, processes=processes, threads=threads, round=number,
                     cached=resident(inputs), load=load, **row)  # fmt: skip
@@ -53,7 +63,7 @@ def measure(dtype: str, inputs: list[Path], rounds: int, log: Log) -> None:
     reference = found[1, None]
     for (processes, threads), rows in found.items():
         cells = [f"{processes} processes, threads {threads or 'default'}:"]
-        for name in ("wall_s", "engine_s"):
+        for name in ("wall_s", "engine_s", "cpu_s"):
             seconds = sorted(row[name] for row in rows)
             ratio = median(seconds) / median([row[name] for row in reference])
             cells.append(

@@ -89,7 +89,7 @@ def test_sharded_folders(fs: Any, bucket: str, lawa: Lawa, tmp_path: Path) -> No
     ]
     assert lawa("average", f"{url}/run", "--last", 2, "-o", tmp_path / "out")[0] == 0
     code, said, _ = lawa("inspect", f"{url}/out", tmp_path / "out")
-    assert (code, said.splitlines()[-1]) == (0, "The same, bit for bit.")
+    assert (code, said.splitlines()[-1]) == (0, "Identical, bit for bit.")
 
 
 def test_a_listing_saves_requests(fs: Any, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
