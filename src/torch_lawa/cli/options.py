@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 import click
 
+from torch_lawa.checkpoints.formats.registry import output_layouts
+from torch_lawa.coefficients import coefficients_help
 from torch_lawa.errors import ConfigError
 from torch_lawa.units import parse_bytes
 
@@ -56,9 +58,7 @@ _AVERAGE: dict[str, Decorator] = {
         default="uniform",
         show_default=True,
         metavar="RULE",
-        help="Weights of the checkpoints: uniform; exponential:ALPHA, where ALPHA is the weight of "
-        "the newest; annealing:CURVE, where CURVE is linear, 1-sqrt or cosine; explicit:W,W,..., "
-        "oldest first.",
+        help=f"Weights of the checkpoints: {coefficients_help()}.",
     ),
     "dtype": click.option(
         "--dtype", metavar="DTYPE", help="Write floating-point tensors as DTYPE, e.g. bfloat16."
@@ -87,7 +87,7 @@ _AVERAGE: dict[str, Decorator] = {
     ),
     "layout": click.option(
         "--layout",
-        type=click.Choice(["single", "sharded", "distributed"]),
+        type=click.Choice(output_layouts()),
         show_default="that of the newest checkpoint",
         help="Layout of the output.",
     ),

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 from torch_lawa.checkpoints.formats.base import CheckpointLayout
+from torch_lawa.checkpoints.formats.registry import output_layouts
 from torch_lawa.coefficients import Coefficients, parse_coefficients
 from torch_lawa.errors import ConfigError
 from torch_lawa.mean.dtypes import parse_dtype
@@ -44,7 +45,7 @@ class AverageOptions:
 
     def __post_init__(self) -> None:
         one_of("buffers", self.buffers, get_args(Buffers))
-        one_of("layout", self.layout, (None, *get_args(CheckpointLayout)))
+        one_of("layout", self.layout, (None, *output_layouts()))
         if self.max_shard_size is not None and self.max_shard_size < 1:
             raise ConfigError(f"max_shard_size={self.max_shard_size}: give at least 1 byte.")
         changes = {
