@@ -121,6 +121,11 @@ class LatestWeightAverager:
         return self._coefficients
 
     @property
+    def schedule(self) -> Schedule:
+        """Decides when `step` takes a snapshot; its state is saved with the window."""
+        return self._schedule
+
+    @property
     def ready(self) -> bool:
         """Whether there is an average to read."""
         return len(self) >= self._min_snapshots
@@ -205,7 +210,7 @@ class LatestWeightAverager:
         """
         refuse_if_lent(model, "step was called")
         self._meet(model, f"the first call of averager.step, {self._schedule}")
-        due = self._schedule.due(loss)
+        due = self._schedule.due(self._num_steps + 1, loss)
         self._num_steps += 1
         if loss is not None:
             agree(model, due, self._num_steps)
