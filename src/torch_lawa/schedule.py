@@ -84,7 +84,9 @@ class Schedule(abc.ABC):
         found = {}
         for name, own in self.state_dict().items():
             try:
-                found[name] = type(own)(state[name]) if isinstance(own, int | float) else state[name]
+                found[name] = (
+                    type(own)(state[name]) if isinstance(own, int | float) else state[name]
+                )
             except (KeyError, TypeError, ValueError):
                 raise StateError(
                     f"the saved schedule has no usable {name!r}, which {type(self).__name__} needs:"

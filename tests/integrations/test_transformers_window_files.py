@@ -37,7 +37,7 @@ def save_shards(rank: int, folder: str) -> None:
     plain = net()
     save_window(collected(plain), plain, place / "whole", writes=rank == 0)
     torch.distributed.barrier()
-    with pytest.raises(StateError, match=r"whole\.pt was saved by a run whose model was not shard"):
+    with pytest.raises(StateError, match=r"whole\.pt: the model was not sharded"):
         load_window(LatestWeightAverager(k=K), model, place / "whole")
 
 
