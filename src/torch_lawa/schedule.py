@@ -39,11 +39,11 @@ __all__ = [
     "RegisteredSchedule",
     "Schedule",
     "check_start",
-    "describe_schedules",
     "name_schedule",
     "parse_schedule",
     "register_schedule",
     "resolve_start",
+    "schedules_help",
 ]
 
 
@@ -141,7 +141,7 @@ def parse_schedule(text: str) -> Schedule:
     """
     name, _, arguments = text.strip().partition(":")
     if name not in SCHEDULES:
-        raise ConfigError(f"schedule {text!r}: use one of\n{describe_schedules()}")
+        raise ConfigError(f"schedule {text!r}: use one of\n{schedules_help()}")
     positional: list[Any] = []
     named: dict[str, Any] = {}
     for part in filter(None, arguments.split(",")):
@@ -174,7 +174,7 @@ def name_schedule(schedule: Schedule) -> str:
     return ":".join(filter(None, (name, ",".join(parts))))
 
 
-def describe_schedules() -> str:
+def schedules_help() -> str:
     """One line per registered schedule: how it is written, and what it does."""
     return "\n".join(f"{known.usage}: {known.help}" for known in SCHEDULES.values())
 

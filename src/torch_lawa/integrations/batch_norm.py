@@ -18,7 +18,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.batch_norm import recalibrate_batch_norm
 from torch_lawa.errors import ConfigError
-from torch_lawa.modes import ordinary_mode
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -74,11 +73,11 @@ class BatchNormCache:
                 recalibrate_batch_norm(
                     model, loader, self._num_batches, forward=forward, group=group
                 )
-            with ordinary_mode():
-                self._values = {name: buffer.clone() for name, buffer in _buffers(model)}
+            with torch.inference_mode(False):  # an inference tensor could not be saved
+                self._values = {name: buffer.detach().clone() for name, buffer in _buffers(model)}
             self._steps = averager.snapshot_steps
             return
-        with ordinary_mode():
+        with torch.no_grad():
             for name, buffer in _buffers(model):
                 buffer.copy_(self._values[name])
 

@@ -15,10 +15,10 @@ from torch_lawa.errors import ConfigError, StateError
 from torch_lawa.schedule import (
     SCHEDULES,
     Schedule,
-    describe_schedules,
     name_schedule,
     parse_schedule,
     register_schedule,
+    schedules_help,
 )
 
 
@@ -171,7 +171,7 @@ def test_a_registered_schedule_is_parsed_named_and_described(growing: type[Sched
     schedule = parse_schedule("growing:2")
     assert isinstance(schedule, growing)
     assert name_schedule(schedule) == "growing:2"
-    assert "growing:RATIO: when the step has grown by RATIO" in describe_schedules()
+    assert "growing:RATIO: when the step has grown by RATIO" in schedules_help()
     assert schedule.expected(range(1, 33)) == 6  # 1, 2, 4, 8, 16, 32
     assert schedule.state_dict() == {"last": 0}  # counting changed nothing
     with pytest.raises(ConfigError, match="'growing' is registered already"):
