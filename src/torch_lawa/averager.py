@@ -170,6 +170,11 @@ class LatestWeightAverager:
         return self._coefficients
 
     @property
+    def schedule(self) -> Schedule:
+        """Decides when `step` takes a snapshot; its state is saved with the window."""
+        return self._schedule
+
+    @property
     def ready(self) -> bool:
         """Whether there are enough snapshots for an average."""
         return len(self) >= self._min_snapshots
@@ -256,7 +261,7 @@ class LatestWeightAverager:
         """
         refuse_if_swapped(model, "step was called")
         self._compare_ranks(model, f"the first call of averager.step, {self._schedule}")
-        due = self._schedule.due(loss)
+        due = self._schedule.due(self._num_steps + 1, loss)
         self._num_steps += 1
         if loss is not None:
             check_same_decision(model, due, self._num_steps)

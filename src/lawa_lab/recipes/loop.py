@@ -116,7 +116,7 @@ def _loop(
     for batch in trainer.batches():
         trainer.train_step(batch)
         watcher.on_step(trainer.step)
-        if trainer.step % trainer.interval == 0:
+        if trainer.averager.schedule.due(trainer.step):
             trainer.collect()
             if save_trajectory:
                 whole = trainer.parallel.whole(trainer.model)

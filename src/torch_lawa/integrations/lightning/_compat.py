@@ -1,7 +1,7 @@
-"""What is needed of Lightning, from whichever of its two packages is there.
+"""The names we use of Lightning, from whichever of its two packages is installed.
 
 `lightning.pytorch` and `pytorch_lightning` are the same code under two names, and a callback of
-one does not go with a Trainer of the other. The one that was imported first is taken.
+one does not work with a Trainer of the other. The package that was imported first is used.
 """
 
 import importlib
@@ -17,7 +17,6 @@ __all__ = [
     "Logger",
     "Strategy",
     "Trainer",
-    "isolate_rng",
     "rank_zero_warn",
 ]
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
     from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
-    from lightning.pytorch.utilities.seed import isolate_rng
     from lightning_utilities.core.rank_zero import rank_zero_warn
 else:
     _NAMES = ("lightning.pytorch", "pytorch_lightning")
@@ -57,4 +55,3 @@ else:
     EvaluationLoop = _get(".loops.evaluation_loop", "_EvaluationLoop")
     Strategy = _get(".strategies", "Strategy")
     rank_zero_warn = _get(".utilities.rank_zero", "rank_zero_warn")
-    isolate_rng = _get(".utilities.seed", "isolate_rng")

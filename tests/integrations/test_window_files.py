@@ -1,4 +1,4 @@
-"""Windows beside checkpoints: saved in shards, loaded whole, and what does not go together."""
+"""Windows beside checkpoints: in shards or whole, pending or published, local or remote."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from torch_lawa import LatestWeightAverager
 from torch_lawa.errors import StateError
-from torch_lawa.integrations.window_files import load_window, save_window
+from torch_lawa.integrations.window_files import WindowFile, load_window, save_window, window_beside
 
 K = 3
 
@@ -32,13 +32,12 @@ def collected(model: nn.Module) -> LatestWeightAverager:
 
 def save_shards(rank: int, folder: str) -> None:
     model = fully_shard(net())
-    place = Path(folder)
-    save_window(collected(model), model, place / "window", writes=rank == 0)
+    save_window(collected(model), model, Path(folder, "window"), writes=rank == 0)
     plain = net()
-    save_window(collected(plain), plain, place / "whole", writes=rank == 0)
+    save_window(collected(plain), plain, Path(folder, "whole"), writes=rank == 0)
     torch.distributed.barrier()
-    with pytest.raises(StateError, match=r"whole\.pt was saved by a run whose model was not shard"):
-        load_window(LatestWeightAverager(k=K), model, place / "whole")
+    with pytest.raises(StateError, match=r"whole\.pt: the model was not sharded"):
+        load_window(LatestWeightAverager(k=K), model, Path(folder, "whole"))
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
@@ -75,3 +74,44 @@ def test_only_the_one_that_writes_does(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     save_window(collected(model), model, tmp_path / "deep" / "window", writes=True)
     assert load_window(LatestWeightAverager(k=K), model, tmp_path / "deep" / "window")
+
+
+@pytest.mark.parametrize("scheme", ["", "memory://"])
+def test_a_window_is_pending_until_its_checkpoint_is_complete(tmp_path: Path, scheme: str) -> None:
+    model = net()
+    averager = collected(model)
+    window = window_beside(f"{scheme}{tmp_path}/last.ckpt")
+
+    def write(token: str) -> None:
+        notes = {"written": token}
+        window.write({"a": averager}, model, writes=True, notes=notes, token=token)
+
+    def tokens() -> list[str | None]:
+        return [saved.token for saved in window.read()]
+
+    write("first")
+    assert tokens() == ["first"]  # pending
+    window.publish()
+    write("second")
+    assert tokens() == ["first", "second"]
+    window.discard_pending()
+    assert tokens() == ["first"]
+    write("third")
+    window.publish()
+    [saved] = window.read()
+    assert (saved.token, saved.notes) == ("third", {"written": "third"})
+    again = LatestWeightAverager(k=K)
+    saved.load({"a": again}, model)
+    assert same(again.average(), averager.average())
+    window.remove()
+    assert tokens() == []
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_window_is_refused(tmp_path: Path) -> None:
+    torch.save({"version": 7}, tmp_path / "window.pt")
+    with pytest.raises(StateError, match=r"window\.pt: the window cannot be read"):
+        load_window(LatestWeightAverager(k=K), net(), tmp_path / "window")
+    torch.save({"version": 1}, tmp_path / "other")
+    with pytest.raises(StateError, match="cannot be read"):
+        list(WindowFile(str(tmp_path / "other")).read())

@@ -1,4 +1,4 @@
-"""Models whose parameters are not what they seem, and so cannot be averaged."""
+"""Models whose parameters are not plain tensors, so that they cannot be averaged."""
 
 from torch import nn
 
@@ -8,14 +8,14 @@ __all__ = ["require_visible_parameters"]
 
 
 def require_visible_parameters(model: nn.Module) -> None:
-    """Refuse a model that shows flat or empty parameters in place of its own.
+    """Refuse a model with flattened parameters (FSDP 1) or empty ones (ZeRO-3).
 
-    Both are known by their names: neither library need be there.
+    Both are recognised by their names, so neither library needs to be installed.
     """
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ConfigError(
-            "DeepSpeed ZeRO-3 shows empty parameters while they are not in use, so they cannot be "
-            "averaged: use FSDP2, or ZeRO-2."
+            "DeepSpeed ZeRO-3 keeps parameters empty while they are not in use, so they cannot be "
+            "averaged: use FSDP2 or ZeRO-2."
         )
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ConfigError(
