@@ -34,7 +34,11 @@ Curve = Literal["linear", "1-sqrt", "cosine"]
 
 @dataclass(frozen=True)
 class Weights:
-    """Numerators, oldest snapshot first, and the divisor of their weighted sum."""
+    """Numerators, oldest snapshot first, and the divisor of their weighted sum.
+
+    >>> Weights((1.0, 3.0), divisor=4.0).uniform
+    False
+    """
 
     numerators: tuple[float, ...]
     divisor: float
@@ -46,7 +50,12 @@ class Weights:
 
 
 class Coefficients(Protocol):
-    """A rule that weights the snapshots of a window. Any object with this method will do."""
+    """A rule that weights the snapshots of a window. Any object with this method will do.
+
+    >>> rule: Coefficients = Exponential(alpha=0.5)
+    >>> rule.weights(2)
+    Weights(numerators=(0.5, 0.5), divisor=1.0)
+    """
 
     def weights(self, n: int) -> Weights:
         """The weights of a window of `n` snapshots, oldest first."""
