@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -106,6 +106,13 @@ class LatestWeightAverager:
             or "average" them. Use `recalibrate_batch_norm` to re-estimate them.
         frozen: Parameters that do not require gradients: "keep" one copy, from the newest
             snapshot, or "omit" them (adapters on a large frozen model).
+        include: Average only tensors whose name matches one of these patterns, such as "*.lora_*"
+            (`*` matches dots, too; the pattern must match the whole name). Tied weights match by
+            any of their names.
+        exclude: Do not average tensors whose name matches one of these patterns, such as
+            "*embed*". Tensors that are not averaged stay raw: the average has their values of the
+            newest snapshot, of which one copy is stored. `lawa average` has the same options, but
+            leaves such tensors out of its result.
     """
 
     kind = "averaged"  # in metrics files: see `Averager`
@@ -121,6 +128,8 @@ class LatestWeightAverager:
         storage_dtype: torch.dtype | None = None,
         buffers: BufferRule = "newest",
         frozen: FrozenRule = "keep",
+        include: str | Sequence[str] = (),
+        exclude: str | Sequence[str] = (),
         _sliding: Sliding = "auto",
     ) -> None:
         k = whole_number("k", k, least=1)
@@ -145,7 +154,7 @@ class LatestWeightAverager:
                 f"an average needs {self._min_snapshots}. Collect more often, start earlier, lower "
                 "k, or set min_snapshots=1."
             )
-        self._select = Selector(buffers=buffers, frozen=frozen)
+        self._select = Selector(buffers=buffers, frozen=frozen, include=include, exclude=exclude)
         self._window = Window(store, k, storage_dtype, _sliding)
         self._num_steps = 0
         self._num_collected = 0
@@ -217,6 +226,8 @@ class LatestWeightAverager:
             "storage_dtype": self._window.storage_dtype,
             "buffers": self._select.buffers,
             "frozen": self._select.frozen,
+            "include": self._select.include,
+            "exclude": self._select.exclude,
             "_sliding": self._window.sliding,
         }
         return averager_state.pickled(self, arguments)
@@ -411,7 +422,9 @@ class LatestWeightAverager:
         try:
             self._schedule.load_state_dict(saved.counters["schedule"])
             with ordinary_mode():
-                self._window.load(saved.contents, saved.dtypes, saved.ties, saved.counters)
+                self._window.load(
+                    saved.contents, saved.dtypes, saved.ties, saved.excluded, saved.counters
+                )
         except BaseException:
             self._schedule.load_state_dict(before)
             raise

@@ -35,6 +35,7 @@ class Saved:
     contents: list[Content]
     dtypes: dict[str, torch.dtype]
     ties: dict[str, str]
+    excluded: tuple[str, ...]
 
 
 def pack(counters: Counters, window: Window) -> dict[str, Any]:
@@ -51,6 +52,7 @@ def pack(counters: Counters, window: Window) -> dict[str, Any]:
         "kept": dict(contents[-1].kept) if contents else {},
         "dtypes": _dtype_names(window),
         "ties": dict(window.ties),
+        "excluded": list(window.excluded),
     }
 
 
@@ -70,6 +72,7 @@ def pack_slots(counters: Counters, window: Window) -> dict[str, Any]:
         "snapshots": [[c.snapshot.index, c.snapshot.step] for c in contents],
         "dtypes": _dtype_names(window),
         "ties": dict(window.ties),
+        "excluded": list(window.excluded),
     }
     return {
         "version": _SLOTS,
@@ -103,6 +106,7 @@ def unpack(state: Mapping[str, Any]) -> Saved:
         }
         kept = {str(name): local(tensor) for name, tensor in state["kept"].items()}
         ties = {str(alias): str(name) for alias, name in notes["ties"].items()}
+        excluded = tuple(str(name) for name in notes.get("excluded", ()))
         dtypes = {str(name): _dtype(text) for name, text in notes["dtypes"].items()}
         rows = notes["snapshots"] if version == _LIST else _rows(notes["snapshots"], state["slots"])
         contents = [
@@ -114,7 +118,7 @@ def unpack(state: Mapping[str, Any]) -> Saved:
             f"the saved averager state is damaged ({error!r}): load the checkpoint again."
         ) from None
     _check_tensors(contents, dtypes, kept)
-    return Saved(counters, contents, dtypes, ties)
+    return Saved(counters, contents, dtypes, ties, excluded)
 
 
 def pickled(averager: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:

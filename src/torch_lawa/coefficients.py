@@ -17,8 +17,8 @@ from torch_lawa.errors import ConfigError
 
 __all__ = [
     "Annealing",
+    "AnnealingCurve",
     "Coefficients",
-    "Curve",
     "Explicit",
     "Exponential",
     "Uniform",
@@ -29,12 +29,16 @@ __all__ = [
     "parse_coefficients",
 ]
 
-Curve = Literal["linear", "1-sqrt", "cosine"]
+AnnealingCurve = Literal["linear", "1-sqrt", "cosine"]
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Numerators, oldest snapshot first, and the divisor of their weighted sum."""
+    """Numerators, oldest snapshot first, and the divisor of their weighted sum.
+
+    >>> Weights((1.0, 3.0), divisor=4.0).uniform
+    False
+    """
 
     numerators: tuple[float, ...]
     divisor: float
@@ -46,7 +50,12 @@ class Weights:
 
 
 class Coefficients(Protocol):
-    """A rule that weights the snapshots of a window. Any object with this method will do."""
+    """A rule that weights the snapshots of a window. Any object with this method will do.
+
+    >>> rule: Coefficients = Exponential(alpha=0.5)
+    >>> rule.weights(2)
+    Weights(numerators=(0.5, 0.5), divisor=1.0)
+    """
 
     def weights(self, n: int) -> Weights:
         """The weights of a window of `n` snapshots, oldest first."""
@@ -267,7 +276,8 @@ class Explicit:
 
 
 @coefficient_rule(
-    f"annealing:{'|'.join(get_args(Curve))}", "replaces a learning-rate decay of that shape"
+    f"annealing:{'|'.join(get_args(AnnealingCurve))}",
+    "replaces a learning-rate decay of that shape",
 )
 @dataclass(frozen=True)
 class Annealing:
@@ -284,12 +294,13 @@ class Annealing:
     True
     """
 
-    curve: Curve = "1-sqrt"
+    curve: AnnealingCurve = "1-sqrt"
 
     def __post_init__(self) -> None:
-        if self.curve not in get_args(Curve):
+        curves = get_args(AnnealingCurve)
+        if self.curve not in curves:
             raise ConfigError(
-                f"Annealing({self.curve!r}): the curve must be one of {', '.join(get_args(Curve))}."
+                f"Annealing({self.curve!r}): the curve must be one of {', '.join(curves)}."
             )
 
     @classmethod
@@ -310,5 +321,5 @@ class Annealing:
         return Weights(tuple(drops), math.fsum(drops))
 
 
-def _curve(curve: Curve, t: float) -> float:
+def _curve(curve: AnnealingCurve, t: float) -> float:
     return 1.0 - math.sqrt(t) if curve == "1-sqrt" else (1.0 + math.cos(math.pi * t)) / 2.0

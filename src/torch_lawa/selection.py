@@ -5,8 +5,10 @@ weights appear once, under their first name; the other names are recorded as tie
 is represented by its local shard.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Literal
 from weakref import ref
 
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torch_lawa.errors import LayoutError
+from torch_lawa.errors import ConfigError, LayoutError
 from torch_lawa.shards import Sharding, is_fsdp, is_sharded, local, reshard, sharding_of
 
 __all__ = [
@@ -49,10 +51,11 @@ class Selection:
     """The live tensors of one model, each once, by their rule."""
 
     averaged: dict[str, Tensor]
-    kept: dict[str, Tensor]  # from the newest snapshot: integers, booleans, buffers, frozen
+    kept: dict[str, Tensor]  # from the newest snapshot: integers, buffers, frozen, excluded
     omitted: dict[str, Tensor]  # frozen, and not collected at all
     ties: dict[str, str]  # another name of a tensor -> its name above
     shardings: dict[str, Sharding]  # what the sharded tensors above are shards of
+    excluded: tuple[str, ...]  # those of the kept that are floating-point, but excluded by name
     version: int  # the same as long as the selector sees the same, unchanged tensors
 
     def all(self) -> dict[str, Tensor]:
@@ -72,13 +75,22 @@ class Selector:
     (['0.weight', '0.bias', '1.weight', '1.bias'], ['1.running_mean', '1.running_var'])
     """
 
-    def __init__(self, *, buffers: BufferRule = "newest", frozen: FrozenRule = "keep") -> None:
+    def __init__(
+        self,
+        *,
+        buffers: BufferRule = "newest",
+        frozen: FrozenRule = "keep",
+        include: str | Sequence[str] = (),
+        exclude: str | Sequence[str] = (),
+    ) -> None:
         self.buffers, self.frozen = buffers, frozen
+        self.include, self.exclude = _patterns("include", include), _patterns("exclude", exclude)
         self._seen: list[_Seen] | None = None
         self._version = 0  # counts how often the tensors were sorted
         self._positions: list[dict[str, int]] = []
         self._ties: dict[str, str] = {}
         self._shardings: dict[str, Sharding] = {}
+        self._excluded: tuple[str, ...] = ()
 
     def __call__(self, source: nn.Module | Mapping[str, Tensor]) -> Selection:
         """The selection of one model."""
@@ -99,7 +111,8 @@ class Selector:
         averaged, kept, omitted = (
             {name: tensors[i] for name, i in positions.items()} for positions in self._positions
         )
-        return Selection(averaged, kept, omitted, self._ties, self._shardings, self._version)
+        ties, shardings = self._ties, self._shardings
+        return Selection(averaged, kept, omitted, ties, shardings, self._excluded, self._version)
 
     def _sort(self, walked: list[tuple[str, Tensor, str]]) -> None:
         self._seen = None
@@ -107,16 +120,26 @@ class Selector:
         averaged: dict[str, int] = {}
         kept: dict[str, int] = {}
         omitted: dict[str, int] = {}
+        excluded: list[str] = []
         ties: dict[str, str] = {}
-        seen: dict[object, str] = {}
-        for i, (name, tensor, kind) in enumerate(walked):
+        names: dict[object, list[str]] = {}  # the names of each tensor: more than one if tied
+        identities = []
+        for name, tensor, _ in walked:
             _check(name, tensor)
-            first = seen.setdefault(_identity(tensor), name)
+            identities.append(_identity(tensor))
+            names.setdefault(identities[-1], []).append(name)
+        self._check_patterns([name for name, _, _ in walked])
+        for i, (name, tensor, kind) in enumerate(walked):
+            first, *others = names[identities[i]]
             if first != name:
                 ties[name] = first
                 continue
             inexact = tensor.is_floating_point() or tensor.is_complex()
-            if inexact and (kind == "trained" or (kind == "buffer" and self.buffers == "average")):
+            left_out = inexact and not self._included([first, *others])
+            if left_out:
+                excluded.append(name)
+            trained = kind == "trained" or (kind == "buffer" and self.buffers == "average")
+            if inexact and trained and not left_out:
                 averaged[name] = i
             elif kind == "frozen" and self.frozen == "omit":
                 omitted[name] = i
@@ -124,12 +147,45 @@ class Selector:
                 kept[name] = i
         if not averaged:
             raise LayoutError(
-                "there is nothing to average: the model has no trainable floating-point tensors. "
+                "there is nothing to average: the model has no trainable floating-point tensors"
+                f"{' that include and exclude select' if self.include or self.exclude else ''}. "
                 "Pass the module that is being trained, or a state dict with its weights."
             )
+        self._excluded = tuple(excluded)
         self._positions, self._ties = [averaged, kept, omitted], ties
         shardings = {name: sharding_of(walked[i][1]) for name, i in (averaged | kept).items()}
         self._shardings = {name: found for name, found in shardings.items() if found is not None}
+
+    def _included(self, names: Sequence[str]) -> bool:
+        """Whether the patterns select a tensor with these names, any of which may match."""
+        if self.include and not _any_match(names, self.include):
+            return False
+        return not _any_match(names, self.exclude)
+
+    def _check_patterns(self, names: Sequence[str]) -> None:
+        """Raise for a pattern that matches no tensor: most likely it is misspelled."""
+        for option, patterns in (("include", self.include), ("exclude", self.exclude)):
+            for pattern in patterns:
+                if not _any_match(names, [pattern]):
+                    near = get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.0)
+                    raise ConfigError(
+                        f"{option}={pattern!r}: no tensor of the model has a name that matches; "
+                        f"the nearest are {', '.join(map(repr, near))}."
+                    )
+
+
+def _patterns(option: str, given: str | Sequence[str]) -> tuple[str, ...]:
+    patterns = (given,) if isinstance(given, str) else tuple(given)
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not pattern:
+            raise ConfigError(
+                f"{option}={given!r}: give name patterns, such as {option}=['*.embed.*']."
+            )
+    return patterns
+
+
+def _any_match(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def live_tensors(model: nn.Module) -> dict[str, Tensor]:

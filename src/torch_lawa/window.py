@@ -27,6 +27,7 @@ class Window:
         self.store = store
         self.storage_dtype = storage_dtype
         self.ties: dict[str, str] = {}
+        self.excluded: tuple[str, ...] = ()  # kept, and not averaged, because of their names
         self.shardings: dict[str, Sharding] = {}  # known once a model was seen
         self.averaged, self.kept = FlatLayout(()), FlatLayout(())
         self._mean = MeanReader(store, k, sliding)
@@ -38,7 +39,9 @@ class Window:
         self._found = store.find(k)
         if self._found is not None:
             self.averaged, self.kept = self._found.averaged, self._found.kept
-            self.ties, self._shards = self._found.notes["ties"], self._found.notes["shards"]
+            notes = self._found.notes
+            self.ties, self._shards = notes["ties"], notes["shards"]
+            self.excluded = tuple(notes["excluded"])
 
     @property
     def found(self) -> Counters | None:
@@ -100,7 +103,7 @@ class Window:
                 )
             self._follow(selection, counters)
         self.ties, self.shardings = selection.ties, selection.shardings
-        self._shards = shards
+        self.excluded, self._shards = selection.excluded, shards
         self._names = (list(self.averaged.signature()), list(self.kept.signature()))
         self._bound = selection.version
 
@@ -130,6 +133,7 @@ class Window:
         contents: list[Content],
         dtypes: Mapping[str, torch.dtype],
         ties: dict[str, str],
+        excluded: tuple[str, ...],
         counters: Counters,
     ) -> None:
         """Replace everything by saved contents, oldest first."""
@@ -137,17 +141,18 @@ class Window:
         if contents:
             newest = contents[-1]
             layouts = self._layouts(newest.averaged, newest.kept, dtypes)
-            notes: Notes = {**counters, "ties": ties, "shards": ""}
+            notes: Notes = {**counters, "ties": ties, "excluded": list(excluded), "shards": ""}
             self.store.refill(*layouts, self.k, contents[-self.k :], notes)
             self.averaged, self.kept = layouts
         else:
             self.clear()
-        self.ties = ties
+        self.ties, self.excluded = ties, excluded
 
     def clear(self) -> None:
         """Drop every snapshot."""
         self.store.clear()
-        self.averaged, self.kept, self.ties = FlatLayout(()), FlatLayout(()), {}
+        self.averaged, self.kept = FlatLayout(()), FlatLayout(())
+        self.ties, self.excluded = {}, ()
         self._forget()
 
     def wait(self) -> None:
@@ -167,7 +172,8 @@ class Window:
         return f"{self.averaged.numel:,} values each, {held / 1e6:,.1f} MB in {where}"
 
     def _notes(self, counters: Counters) -> Notes:
-        return {**counters, "ties": self.ties, "shards": self._shards}
+        kept = list(self.excluded)
+        return {**counters, "ties": self.ties, "excluded": kept, "shards": self._shards}
 
     def _forget(self) -> None:
         """Forget everything about snapshots that are gone."""
@@ -191,6 +197,14 @@ class Window:
         old_averaged, old_kept = self.averaged.signature(), self.kept.signature()
         live = selection.all()
         _check_same({**old_averaged, **old_kept}, live, selection)
+        excluded = set(selection.excluded)
+        for name in (*old_averaged, *self.excluded):
+            if (name in old_averaged) == (name in excluded):
+                raise LayoutError(
+                    f"tensor {name!r} is {'averaged' if name in old_averaged else 'excluded'} in "
+                    "the window, but no longer: use the same include and exclude patterns, or call "
+                    "averager.reset() to begin a new window."
+                )
         # A tensor that was averaged once is always averaged. A frozen tensor that is trained now
         # joins: it did not change before, so its one copy is its value in every snapshot.
         joined = [name for name in selection.averaged if name in old_kept]

@@ -241,3 +241,33 @@ def test_sharded_in_gives_the_same_shards_out(tmp_path: Path) -> None:
     del expected["head.weight"]
     assert_equal(made, expected)
     assert (tmp_path / "mean" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude"),
+    [((), ("middle.*", "turned")), (("middle.*", "norm.*"), ()), (("*e*",), ("*.bias", "embed*"))],
+)
+def test_include_and_exclude_select_the_same_tensors_online_and_offline(
+    include: tuple[str, ...], exclude: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The same bits where both average; the rest is raw online and left out offline."""
+    run = tmp_path / "run"
+    run.mkdir()
+    generator, model = torch.Generator().manual_seed(5), Net(torch.bfloat16)
+    averager = LatestWeightAverager(k=3, include=include, exclude=exclude)
+    for step in STEPS:
+        shake(model, generator)
+        averager.collect(model, step=step)
+        save_single(model, run, step)
+    out = tmp_path / "mean.safetensors"
+    average_checkpoints(plan_average(run, out, last=3, include=include, exclude=exclude))
+    made, online, newest = load_file(out), averager.average(), untied(model)
+    del online["head.weight"]
+    assert 0 < len(made) < len(newest)
+    assert_equal(made, {name: online[name] for name in made})
+    assert_equal(
+        {name: tensor for name, tensor in online.items() if name not in made},
+        {name: tensor for name, tensor in newest.items() if name not in made},
+    )
+    averager.save_pretrained(tmp_path / "exported")
+    assert_equal(load_file(tmp_path / "exported" / "model.safetensors"), online)

@@ -107,7 +107,7 @@ def _tensors(
     averaged = window.averaged.signature()
     found = []
     for name, (shape, own) in {**averaged, **window.kept.signature()}.items():
-        written = hub_files.name_of(name, trained=name in averaged)
+        written = hub_files.name_of(name, trained=name in averaged or name in window.excluded)
         if written is None:
             continue
         if name in window.shardings:

@@ -211,6 +211,7 @@ class Notes(Counters):
     """What a store that outlives the process saves with each snapshot, as plain values."""
 
     ties: dict[str, str]  # other name of a tensor -> the name it is stored under
+    excluded: list[str]  # tensors that are kept because include or exclude say so
     shards: str  # which shards of the model this process holds: see `shards.fingerprint`
 
 

@@ -129,6 +129,7 @@ def _notes(found: Mapping[str, Any]) -> Notes:
         "schedule_kind": str(found["schedule_kind"]),
         "schedule": dict(found["schedule"]),
         "ties": dict(found["ties"]),
+        "excluded": list(found.get("excluded", ())),
         "shards": str(found["shards"]),
     }
 

@@ -2,13 +2,14 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.models import assert_same_state, shake, small_net
 from torch import nn
 
-from torch_lawa import Every, Explicit, Exponential, LatestWeightAverager, OnPlateau
+from torch_lawa import DiskStore, Every, Explicit, Exponential, LatestWeightAverager, OnPlateau
 from torch_lawa.errors import ConfigError, LayoutError, NotReadyError
 
 
@@ -108,6 +109,106 @@ def test_a_tied_average_fills_an_untied_model() -> None:
         assert torch.equal(untied.head.weight, model.head.weight)
         assert torch.equal(untied.embedding.weight, model.head.weight)
     assert not untied.head.weight.any()
+
+
+class Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.middle = nn.Linear(3, 3)
+        self.lora_a = nn.Linear(3, 2, bias=False)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def collected_by_name(
+    model: nn.Module, num: int = 3, **options: Any
+) -> tuple[LatestWeightAverager, list[dict[str, torch.Tensor]]]:
+    averager, states = LatestWeightAverager(k=2, **options), []
+    for _ in range(num):
+        states.append(shake(model))
+        averager.collect(model)
+    return averager, states
+
+
+@pytest.mark.parametrize("store", ["host", "device", "disk"])
+def test_excluded_tensors_stay_raw_and_are_stored_once(store: Any, tmp_path: Path) -> None:
+    model = Language()
+    if store == "disk":
+        store = DiskStore(tmp_path)
+    averager, states = collected_by_name(model, exclude=["embed*", "*.bias"], store=store)
+    average, newest = averager.average(), states[-1]
+    for name in ("embed.weight", "head.weight", "middle.bias"):
+        assert torch.equal(average[name], newest[name])
+    assert average["head.weight"] is average["embed.weight"]
+    for name in ("middle.weight", "lora_a.weight"):
+        assert torch.equal(average[name], mean_of(states[-2:], name))
+    assert "15 values each" in repr(averager)  # the excluded are not stored k times
+    live = shake(model)
+    with averager.swapped_into(model):  # the whole average, as average() gives it
+        assert_same_state(dict(model.state_dict()), average)
+    assert_same_state(dict(model.state_dict()), live)
+
+
+def test_only_included_tensors_are_averaged_and_a_string_is_one_pattern() -> None:
+    model = Language()
+    averager, states = collected_by_name(model, include="*lora_*")
+    average = averager.average()
+    assert torch.equal(average["lora_a.weight"], mean_of(states[-2:], "lora_a.weight"))
+    assert torch.equal(average["middle.weight"], states[-1]["middle.weight"])
+    both, states = collected_by_name(model, include=["middle.*"], exclude=["*.bias"])
+    assert torch.equal(both.average()["middle.weight"], mean_of(states[-2:], "middle.weight"))
+    assert torch.equal(both.average()["middle.bias"], states[-1]["middle.bias"])
+
+
+def test_a_tied_tensor_is_selected_by_any_of_its_names() -> None:
+    model = Language()
+    excluded, states = collected_by_name(model, exclude="head.weight")
+    assert torch.equal(excluded.average()["embed.weight"], states[-1]["embed.weight"])
+    included, states = collected_by_name(model, include="head.weight")
+    assert torch.equal(included.average()["embed.weight"], mean_of(states[-2:], "embed.weight"))
+
+
+def test_excluded_buffers_and_frozen_parameters_keep_their_rule() -> None:
+    model = small_net()
+    averager, states = collected_by_name(model, buffers="average", exclude="*running_mean")
+    assert torch.equal(averager.average()["1.running_mean"], states[-1]["1.running_mean"])
+    assert torch.equal(averager.average()["1.running_var"], mean_of(states[-2:], "1.running_var"))
+    model[4].requires_grad_(False)
+    omitting, _ = collected_by_name(model, frozen="omit", exclude="4.*")
+    assert not any(name.startswith("4.") for name in omitting.average())
+    model[4].requires_grad_(True)  # trained from now on, and still excluded
+    keeping, _ = collected_by_name(model, exclude="4.*")
+    model[4].requires_grad_(False)
+    keeping.collect(model)
+    model[4].requires_grad_(True)
+    newest = shake(model)
+    keeping.collect(model)
+    assert torch.equal(keeping.average()["4.weight"], newest["4.weight"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exclude": "*embedding*"}, r"exclude='\*embedding\*'.*'embed.weight'"),
+        ({"include": ["middle.*", "lora.A"]}, r"include='lora.A'.*'lora_a.weight'"),
+        ({"exclude": "*"}, "nothing to average.*exclude"),
+        ({"include": [3]}, "include="),
+        ({"exclude": ""}, "exclude="),
+    ],
+)
+def test_patterns_that_select_nothing_are_errors(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, LayoutError), match=message):
+        LatestWeightAverager(k=2, **options).collect(Language())
+
+
+def test_a_copy_excludes_the_same_tensors() -> None:
+    model = Language()
+    averager, _ = collected_by_name(model, exclude="embed*")
+    again = copy.deepcopy(averager)
+    newest = shake(model)
+    again.collect(model)
+    assert torch.equal(again.average()["embed.weight"], newest["embed.weight"])
 
 
 def test_frozen_parameters_are_kept_once_or_omitted() -> None:

@@ -1,6 +1,7 @@
 """Train, save, stop, load, go on: equal to the run that was never interrupted, bit for bit."""
 
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from support.models import assert_same_state, shake, small_net
 from torch import nn
 
 from torch_lawa import DiskStore, Every, LatestWeightAverager, OnPlateau
-from torch_lawa.errors import ConfigError, StateError, StoreError
+from torch_lawa.errors import ConfigError, LayoutError, StateError, StoreError
 
 
 class Run:
@@ -177,6 +178,53 @@ def test_a_damaged_state_is_refused_and_changes_nothing(damage, message) -> None
         averager.load_state_dict(state)
     assert averager.average()["w"].item() == 2.0
     assert averager.num_collected == 2
+
+
+@pytest.mark.parametrize("slots", [False, True])
+def test_excluded_tensors_resume_and_other_patterns_are_refused(slots: bool) -> None:
+    """Else a raw tensor would be averaged with one value for all snapshots, or the reverse."""
+    model = small_net()
+
+    def fresh(**options: Any) -> LatestWeightAverager:
+        averager = LatestWeightAverager(k=3, **options)
+        if slots:
+            averager.bind(model)
+        return averager
+
+    straight, first = fresh(exclude="0.*"), fresh(exclude="0.*")
+    torch.manual_seed(0)
+    for _ in range(2):
+        shake(model)
+        straight.collect(model)
+        first.collect(model)
+    state = copy.deepcopy(first.state_dict())
+    resumed, without, other = fresh(exclude="0.*"), fresh(), fresh(exclude=["0.*", "4.*"])
+    for averager in (resumed, without, other):
+        averager.load_state_dict(copy.deepcopy(state))
+    shake(model)
+    straight.collect(model)
+    resumed.collect(model)
+    assert_same_state(resumed.average(), straight.average())
+    with pytest.raises(LayoutError, match=r"'0.weight' is excluded.*include and exclude"):
+        without.collect(model)
+    with pytest.raises(LayoutError, match=r"'4.weight' is averaged.*include and exclude"):
+        other.collect(model)
+
+
+def test_a_window_found_on_disk_has_its_excluded_tensors(tmp_path: Path) -> None:
+    model = small_net()
+    averager = LatestWeightAverager(k=2, store=DiskStore(tmp_path), exclude="0.*")
+    averager.collect(model)
+    averager.wait()
+    del averager
+    gc.collect()
+    with pytest.raises(LayoutError, match=r"'0.weight' is excluded"):
+        LatestWeightAverager(k=2, store=DiskStore(tmp_path)).collect(model)
+    gc.collect()
+    again = LatestWeightAverager(k=2, store=DiskStore(tmp_path), exclude="0.*")
+    newest = shake(model)
+    again.collect(model)
+    assert torch.equal(again.average()["0.weight"], newest["0.weight"])
 
 
 def test_foreign_objects_are_refused() -> None:
