@@ -238,7 +238,7 @@ def test_event_files_are_written_beside_the_tables(
     assert len(list(folder.rglob("events.out.tfevents.*"))) == 4
     code, said, complained = lawa(metrics, "--tensorboard", folder)
     assert code == 1
-    assert "already holds event files: pass --overwrite" in complained
+    assert "already holds event files. Pass --overwrite" in complained
 
 
 def test_json_is_alone_on_stdout(lawa: Lawa, metrics: Path, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ _RUNS = "seed-*"
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier demo in the same folder.")
 def command(output: Path, seed: int, k: int, epochs: int, as_json: bool, overwrite: bool) -> int:
-    """Train a small network and show what averaging saved.
+    """Train a small network and show what averaging saves.
 
     A convolutional network with BatchNorm learns scikit-learn's handwritten digits with three
     seeds, in under a minute on two cores; nothing is downloaded. After every epoch, the raw weights

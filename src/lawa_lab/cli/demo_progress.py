@@ -54,8 +54,8 @@ class DemoProgress(Watcher):
             epoch = rows[0]["epoch"] if rows else 0
             raw, averaged = _cells(rows)
             bar = ProgressBar(total=self._epochs, completed=epoch, width=14)
-            place = f"{epoch}/{self._epochs}"
-            table.add_row(f"seed {seed}", place, bar, *raw, *averaged)
+            done = f"{epoch}/{self._epochs}"
+            table.add_row(f"seed {seed}", done, bar, *raw, *averaged)
         return Group(table, Text(), Text(self._pace(), style="dim"))
 
     def _pace(self) -> str:

@@ -102,7 +102,7 @@ def command(
         folders = save_events(runs, events, overwrite=overwrite)
         click.echo(f"{len(folders)} series in {events}: tensorboard --logdir {events}", err=True)
     if output is not None:
-        _write(runs, report, output, title or _title(report), list(find_files(metrics)))
+        _write(runs, report, output, title or "What averaging saved", list(find_files(metrics)))
         click.echo(f"The page is {output / _PAGE}.", err=True)
     if unheard is not None:
         raise unheard
@@ -140,10 +140,6 @@ def _write(
             file.write(json.dumps({**report.as_dict(), "figures": names}).encode())
         for name in earlier - set(names):
             (output / name).unlink(missing_ok=True)
-
-
-def _title(report: "Report") -> str:
-    return f"What averaging saved: {', '.join(recipe.recipe for recipe in report.recipes)}"
 
 
 def _earlier_figures(output: Path) -> set[str]:

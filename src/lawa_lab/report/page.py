@@ -181,8 +181,8 @@ def _describe(panel: Panel, title: str) -> str:
                 f"{100 * v:.1f}%" if panel.percent else f"{v:.3g}" for v in (there[0], there[-1])
             )
             parts.append(f"{line.label}: from {first} to {last}")
-    mark = f" {' '.join(panel.mark.text.split())}." if panel.mark else ""
-    return f"{begin} {'; '.join(parts)}.{mark}"
+    arrow = f" {' '.join(panel.arrow.text.split())}." if panel.arrow else ""
+    return f"{begin} {'; '.join(parts)}.{arrow}"
 
 
 def _main_table(report: MetricReport, rows: Sequence[MainRow], folded: bool = False) -> PageTable:

@@ -284,7 +284,7 @@ def _behind(metric: Metric, row: "WindowRow", main: Sequence["MainRow"]) -> str:
 
 
 def _late(row: "MainRow") -> list[str]:
-    """At which of the baseline's own values the average was later, or never got there."""
+    """At which of the baseline's own values the average was later, or never reached it."""
     parts = []
     if row.headline is None and row.unmatched is None:
         parts.append("never ahead of its raw weights, so there is no saving")

@@ -14,7 +14,7 @@ from torch_lawa.errors import LawaError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Line", "Mark", "Panel", "Point", "fill", "matplotlib"]
+__all__ = ["Arrow", "Line", "Panel", "Point", "fill", "matplotlib"]
 
 _SPARSE = 15  # lines of fewer points show each of them
 
@@ -39,7 +39,7 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mark:
+class Arrow:
     """An arrow from where the baseline reached a value back to where the average did."""
 
     begin: float
@@ -72,8 +72,8 @@ class Panel:
     y_limits: tuple[float, float] | None = None
     x_percent: bool = False
     zero: bool = False  # a line at zero
-    mark: Mark | None = None
-    text_at: tuple[float, float] = (0.97, 0.12)  # of the mark, as fractions of the axes
+    arrow: Arrow | None = None
+    text_at: tuple[float, float] = (0.97, 0.12)  # of the arrow, as fractions of the axes
     points: tuple[Point, ...] = ()
     y_labels: tuple[str, ...] = ()  # names instead of numbers, at 0, -1, -2 and so on
 
@@ -104,13 +104,13 @@ def fill(axes: "Axes", panel: Panel) -> None:
     if panel.zero:
         axes.axhline(0.0, color=INK, linewidth=1.0, zorder=1.5)
     _scale(axes, panel)
-    if panel.mark is not None:
-        _mark(axes, panel.mark, panel.text_at)
+    if panel.arrow is not None:
+        _arrow(axes, panel.arrow, panel.text_at)
 
 
 def _line(axes: "Axes", line: Line, view: tuple[float, float]) -> None:
     # Points outside the view are left out, except the next one on either side.
-    inside = [place for place, at in enumerate(line.at) if view[0] <= at <= view[1]]
+    inside = [index for index, at in enumerate(line.at) if view[0] <= at <= view[1]]
     part = slice(max(min(inside) - 1, 0), max(inside) + 2) if inside else slice(0, 0)
     at = line.at[part]
     axes.plot(
@@ -152,7 +152,7 @@ def _scale(axes: "Axes", panel: Panel) -> None:
                 ticker.MaxNLocator(8, steps=[1, 2, 2.5, 5, 10], integer=True)
             )
     if panel.y_labels:
-        axes.set_yticks([-place for place in range(len(panel.y_labels))], panel.y_labels)
+        axes.set_yticks([-index for index in range(len(panel.y_labels))], panel.y_labels)
         for text in axes.get_yticklabels():
             text.set_parse_math(False)
         axes.set_ylim(0.6 - len(panel.y_labels), 0.6)
@@ -176,11 +176,11 @@ def _scale(axes: "Axes", panel: Panel) -> None:
         axes.xaxis.set_major_formatter(percent)
 
 
-def _mark(axes: "Axes", mark: Mark, text_at: tuple[float, float]) -> None:
+def _arrow(axes: "Axes", arrow: Arrow, text_at: tuple[float, float]) -> None:
     axes.annotate(
         "",
-        xy=(mark.end, mark.value),
-        xytext=(mark.begin, mark.value),
+        xy=(arrow.end, arrow.value),
+        xytext=(arrow.begin, arrow.value),
         arrowprops={
             "arrowstyle": "-|>",
             "color": INK,
@@ -190,11 +190,11 @@ def _mark(axes: "Axes", mark: Mark, text_at: tuple[float, float]) -> None:
         },
         zorder=5,
     )
-    for at, colour in mark.ticks:
-        axes.plot(at, mark.value, "|", color=colour, markersize=13, markeredgewidth=2.2, zorder=6)
+    for at, colour in arrow.ticks:
+        axes.plot(at, arrow.value, "|", color=colour, markersize=13, markeredgewidth=2.2, zorder=6)
     axes.text(
         *text_at,
-        mark.text,
+        arrow.text,
         transform=axes.transAxes,
         ha="right",
         va="bottom" if text_at[1] < 0.5 else "top",

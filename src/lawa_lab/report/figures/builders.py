@@ -82,7 +82,7 @@ def _saving(scene: Scene, run: Run) -> list[Panel]:
         for row in report.own(run.name)[:1]:
             wanted = [*scene.raw(run), row.baseline, row.averaged]
             lines = scene.lines(run, wanted, report.metric)
-            panels.append(scene.panel(report.metric, lines, run, mark=scene.mark(run, row)))
+            panels.append(scene.panel(report.metric, lines, run, arrow=scene.arrow(run, row)))
     return panels
 
 
@@ -203,9 +203,7 @@ def _coefficients(scene: Scene, run: Run) -> list[Panel]:
     "BatchNorm statistics",
     "The same weights with BatchNorm statistics obtained in different ways. Each average is "
     "compared with raw weights treated alike if there are any, else with running statistics.",
-    sentence=_say_varied(
-        _besides_norm, lambda series: f"{series.batch_norm or 'running'} statistics"
-    ),
+    sentence=_say_varied(_besides_norm, lambda s: f"BatchNorm {s.batch_norm or 'running'}"),
 )
 def _batch_norm(scene: Scene, run: Run) -> list[Panel]:
     default = scene.defaults.get(run.name)
@@ -245,7 +243,9 @@ def _runs(scene: Scene, run: Run) -> list[Panel]:
                 lines.append(scene.line(each, series, report.metric, label))
         there = tuple(line for line in lines if line is not None)
         if len(there) > 1:
-            panels.append(scene.panel(report.metric, there))
+            # The bands of many runs would hide the lines.
+            few = len(scene.runs) <= 3
+            panels.append(scene.panel(report.metric, there if few else _bare(there)))
     return panels
 
 
@@ -384,7 +384,7 @@ def _behind(scene: Scene, run: Run) -> list[Panel]:
         rows = [row for row in report.windows if row.run == run.name]
         if not any(row.behind for row in rows):
             continue
-        lines = [line for place, row in enumerate(rows) for line in _bars(scene, run, row, -place)]
+        lines = [line for index, row in enumerate(rows) for line in _bars(scene, run, row, -index)]
         first: dict[str, Line] = {}
         for line in lines:
             first.setdefault(line.label, line)
@@ -403,7 +403,7 @@ def _behind(scene: Scene, run: Run) -> list[Panel]:
     return panels
 
 
-def _bars(scene: Scene, run: Run, row: WindowRow, place: float) -> list[Line]:
+def _bars(scene: Scene, run: Run, row: WindowRow, index: float) -> list[Line]:
     """A pale line over the evaluations of an average, and a bar where it was behind."""
     curves = run.curves(row.series, scene.shown[0].metric, scene.axis).values()
     at = sorted({each for curve in curves for each in curve.at})
@@ -417,7 +417,7 @@ def _bars(scene: Scene, run: Run, row: WindowRow, place: float) -> list[Line]:
             label="average evaluated",
             style=Style(colour=PALE, width=2.5, layer=2.0),
             at=(at[0] - half, at[-1] + half),
-            mean=(place, place),
+            mean=(index, index),
             bar=True,
         )
     ]
@@ -427,7 +427,7 @@ def _bars(scene: Scene, run: Run, row: WindowRow, place: float) -> list[Line]:
                 label="raw weights better",
                 style=Style(colour=RAW, width=8.0, layer=3.0),
                 at=tuple(x for begin, end in ends for x in (begin, end, end)),
-                mean=tuple(y for _ in ends for y in (place, place, None)),
+                mean=tuple(y for _ in ends for y in (index, index, None)),
                 bar=True,
             )
         )

@@ -54,14 +54,14 @@ def drawings(scene: Scene) -> list[Drawing]:
     """The figures of one recipe; those of the second run and later ones carry the run's name."""
     found = []
     for kind in FIGURES.values():
-        for place, run in enumerate(scene.runs[: 1 if kind.all_runs else None]):
+        for index, run in enumerate(scene.runs[: 1 if kind.all_runs else None]):
             panels = tuple(kind.panels(scene, run))
             if not panels:
                 continue
             recipe = scene.report.recipe
             found.append(
                 Drawing(
-                    name=_file_name(kind.name, scene.runs, place),
+                    name=_file_name(kind.name, scene.runs, index),
                     kind=kind,
                     run=None if kind.all_runs else run.name,
                     title=recipe if kind.all_runs else f"{recipe}, {run.name}",
@@ -82,12 +82,12 @@ def save_figures(runs: Sequence[Run], report: Report, folder: Path) -> list[Path
     return paths
 
 
-def _file_name(kind: str, runs: Sequence[Run], place: int) -> str:
-    if not place:
+def _file_name(kind: str, runs: Sequence[Run], index: int) -> str:
+    if not index:
         return kind
-    name = slug(runs[place].name)
-    alike = any(slug(other.name) == name for other in runs[:place])
-    return f"{kind}-{name}-{place + 1}" if alike else f"{kind}-{name}"
+    name = slug(runs[index].name)
+    alike = any(slug(other.name) == name for other in runs[:index])
+    return f"{kind}-{name}-{index + 1}" if alike else f"{kind}-{name}"
 
 
 def slug(name: str) -> str:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from lawa_lab.report.curves import Metric
-from lawa_lab.report.figures.axes import Line, Mark, Panel
+from lawa_lab.report.figures.axes import Arrow, Line, Panel
 from lawa_lab.report.figures.style import Styles
 from lawa_lab.report.runs import Run, Series
 from lawa_lab.report.summary import MainRow, RecipeReport
@@ -77,7 +77,7 @@ class Scene:
         zoom_on: tuple[Line, ...] | None = None,
         skip: float = 0.15,
         trim: bool = True,
-        mark: Mark | None = None,
+        arrow: Arrow | None = None,
     ) -> Panel:
         """A metric against epochs or steps, from `begin` to `end`.
 
@@ -90,8 +90,8 @@ class Scene:
         lower = metric.better == "lower"
         y_limits = _limits(zoom_on or lines, metric, begin + skip * (end - begin), end, trim)
         log = lower and y_limits is not None and y_limits[1] > 5.0 * y_limits[0] > 0.0
-        if mark is not None and y_limits is not None:
-            y_limits = _with_room(y_limits, mark.value, lower, log)
+        if arrow is not None and y_limits is not None:
+            y_limits = _with_room(y_limits, arrow.value, lower, log)
         room = 0.02 * (end - begin)
         return Panel(
             title=title or plain(metric.name),
@@ -101,7 +101,7 @@ class Scene:
             log=log,
             x_limits=(begin - (room if begin else 0.0), end + room),
             y_limits=y_limits,
-            mark=mark,
+            arrow=arrow,
             text_at=(0.97, 0.04) if lower else (0.97, 0.97),
         )
 
@@ -113,7 +113,7 @@ class Scene:
         num_seeds = str(max(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
         return f"{self.axis} (mean and range of {num_seeds} seeds)"
 
-    def mark(self, run: Run, row: MainRow) -> Mark | None:
+    def arrow(self, run: Run, row: MainRow) -> Arrow | None:
         """The headline of a comparison as an arrow; without one, the value never matched."""
         headline = row.headline
         if headline is None or headline.target is None:
@@ -130,7 +130,7 @@ class Scene:
         if len(headline.by_seed) > 1:
             facts.append(f"{say_range(amount.saved)} by seed")
         saved = f"{say_number(amount.saved.mean)} {self.axis}s earlier"
-        return Mark(
+        return Arrow(
             begin=amount.baseline_at.mean,
             end=amount.averaged_at.mean,
             value=headline.target,
@@ -138,13 +138,13 @@ class Scene:
             text=f"{saved}\n({', '.join(facts)})" if facts else saved,
         )
 
-    def _unmatched(self, row: MainRow) -> Mark | None:
+    def _unmatched(self, row: MainRow) -> Arrow | None:
         """From the end of the baseline back to where the average was better than it ever was."""
         if row.unmatched is None or row.best.target is None:
             return None
         count = f"{say_number(row.unmatched.at_least.mean)} {self.axis}s"
         seeds = f"{row.unmatched.num_seeds} of {row.best.num_seeds}"
-        return Mark(
+        return Arrow(
             begin=row.unmatched.baseline_end.mean,
             end=row.unmatched.averaged_from.mean,
             value=row.best.target,
@@ -162,15 +162,15 @@ def _band(
     ((1, 2), (3.0, 5.0), (2.0, 5.0), (4.0, 5.0))
     """
     found: dict[float, list[float]] = {}
-    for place, value in points:
+    for at_point, value in points:
         if value is not None:
-            found.setdefault(place, []).append(value)
+            found.setdefault(at_point, []).append(value)
     at = tuple(sorted(found))
     return (
         at,
-        tuple(math.fsum(found[place]) / len(found[place]) for place in at),
-        tuple(min(found[place]) for place in at),
-        tuple(max(found[place]) for place in at),
+        tuple(math.fsum(found[at_point]) / len(found[at_point]) for at_point in at),
+        tuple(min(found[at_point]) for at_point in at),
+        tuple(max(found[at_point]) for at_point in at),
     )
 
 

@@ -21,6 +21,9 @@ _RUNS: tuple[tuple[str, str, Dashes], ...] = (
     (RAW, _AVERAGED, "-"),
     ("#cc79a7", "#009e73", (0, (7, 1.5))),
     ("#661100", "#44aa99", (0, (3, 1.2))),
+    ("#ddcc77", "#332288", "--"),
+    ("#aa4499", "#117733", "-."),
+    ("#888888", "#000000", (0, (1, 1))),
 )
 _COPIED: Dashes = (0, (3, 1, 1, 1, 1, 1))
 # Windows that are not the default, and other methods: wine, olive, indigo, grey.
@@ -49,7 +52,7 @@ class Styles:
     """
 
     def __init__(self, runs: Sequence[Run], defaults: dict[str, Series]) -> None:
-        self._places = {run.name: place for place, run in enumerate(runs)}
+        self._index = {run.name: index for index, run in enumerate(runs)}
         self._defaults = defaults
         windows = {series.k for run in runs for series in run.series if series.k is not None}
         known = {series.k for series in defaults.values()}
@@ -58,7 +61,7 @@ class Styles:
 
     def of(self, run: Run, series: Series) -> Style:
         """The style of one series of one run."""
-        raw, averaged, dashes = _RUNS[self._places[run.name] % len(_RUNS)]
+        raw, averaged, dashes = _RUNS[self._index[run.name] % len(_RUNS)]
         if not series.averaged:
             if series.batch_norm is None:
                 return Style(colour=raw, width=1.5, layer=2.0)
@@ -67,28 +70,28 @@ class Styles:
         if default is None or series == default:
             return Style(colour=averaged, dashes=dashes, layer=4.0)
         if series.weights != default.weights:
-            place = self._methods.index(series.weights)
+            index = self._methods.index(series.weights)
             return Style(
-                colour=_WINDOWS[place % len(_WINDOWS)], dashes=_DASHES[place % 2], layer=3.8
+                colour=_WINDOWS[index % len(_WINDOWS)], dashes=_DASHES[index % 2], layer=3.8
             )
         if series.k == default.k:
             if series.coefficients == default.coefficients:
                 return Style(colour=_SKY, dashes=_COPIED, layer=3.4)
             kinds = dict.fromkeys(s.coefficients for s in run.series if s.k == default.k)
-            place = [kind for kind in kinds if kind != default.coefficients].index(
+            index = [kind for kind in kinds if kind != default.coefficients].index(
                 series.coefficients
             )
             return Style(
-                colour=(_BLACK, _WINDOWS[-1])[place % 2], dashes="-.", width=1.8, layer=4.2
+                colour=(_BLACK, _WINDOWS[-1])[index % 2], dashes="-.", width=1.8, layer=4.2
             )
-        place = self._windows.index(series.k) if series.k in self._windows else 0
+        index = self._windows.index(series.k) if series.k in self._windows else 0
         alike = (series.coefficients, series.batch_norm) == (
             default.coefficients,
             default.batch_norm,
         )
         return Style(
-            colour=_WINDOWS[place % len(_WINDOWS)],
-            dashes=_DASHES[place % len(_DASHES)] if alike else ":",
+            colour=_WINDOWS[index % len(_WINDOWS)],
+            dashes=_DASHES[index % len(_DASHES)] if alike else ":",
             width=1.9,
             layer=3.2,
         )

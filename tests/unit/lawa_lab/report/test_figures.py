@@ -87,11 +87,11 @@ def test_what_was_never_matched_is_marked_as_a_lower_bound() -> None:
         for e, loss in enumerate(losses, start=1)
     ]
     runs = [Run("toy", "sgd", tuple(rows))]
-    mark = drawings(runs)[0].panels[0].mark
-    assert mark is not None
+    arrow = drawings(runs)[0].panels[0].arrow
+    assert arrow is not None
     # Better than 6, the best of the raw weights, from epoch 3 on; these end at epoch 5.
-    assert (mark.begin, mark.end, mark.value) == (5, 3, 6)
-    assert "at least 2 epochs" in mark.text
+    assert (arrow.begin, arrow.end, arrow.value) == (5, 3, 6)
+    assert "at least 2 epochs" in arrow.text
 
 
 def test_a_line_is_the_mean_and_its_band_the_range_over_seeds(
