@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from lawa_lab.report.page_text import seen_at_targets
+from lawa_lab.report.curves import Metric
 from lawa_lab.report.runs import Run, Series
-from lawa_lab.report.savings import Metric, compare_series
-from lawa_lab.report.summarising import summarise
-from lawa_lab.report.summary import MainRow, MetricReport, Stretch
+from lawa_lab.report.savings import Stretch, compare
+from lawa_lab.report.summary import MainRow, MetricReport, summarise
+from lawa_lab.report.words import seen_at_targets
 from torch_lawa.errors import ConfigError, FormatError
 from torch_lawa.metrics import Row
 
@@ -136,7 +136,6 @@ def test_a_saving_at_the_baseline_s_best_that_is_longer_than_the_longest_is_expl
     said = seen_at_targets(report.metric, row)
     assert "largest, 3 epochs, at 6.0000" in said
     assert "values that the average had" in said
-    assert "In 1 of 1 seed the average went on" in said
     [row] = report_on(run_of(rows_of([9, 8, 7, 7, 7, 5]) + average)).main
     assert "values that the average had" not in seen_at_targets(report.metric, row)
 
@@ -171,10 +170,10 @@ def test_every_average_has_a_row_in_the_order_of_its_window() -> None:
     rows += rows_of([None, 6, 5], 2, batch_norm=FRESH, **facts)
     windows = report_on(run_of(rows)).windows
     assert [(w.series, w.default) for w in windows] == [
-        (Series(2, "uniform", FRESH), False),
-        (Series(2, "uniform", "copied"), False),
-        (Series(2, "exponential:0.9", FRESH), False),
-        (Series(3, "uniform", FRESH), True),
+        (Series("averaged", 2, "uniform", FRESH), False),
+        (Series("averaged", 2, "uniform", "copied"), False),
+        (Series("averaged", 2, "exponential:0.9", FRESH), False),
+        (Series("averaged", 3, "uniform", FRESH), True),
     ]
     first, last = windows[0], windows[-1]
     assert first.final is not None
@@ -191,9 +190,9 @@ def test_of_the_first_window_uniform_coefficients_and_fresh_statistics_are_the_d
     copied = rows_of([None, 7], 2, batch_norm="copied")
     fresh = rows_of([None, 7], 2, batch_norm=FRESH)
     for averages, expected in (
-        (copied + fresh, Series(2, "uniform", FRESH)),
-        (copied, Series(2, "uniform", "copied")),
-        ([], Series(2, "exponential:0.9", FRESH)),
+        (copied + fresh, Series("averaged", 2, "uniform", FRESH)),
+        (copied, Series("averaged", 2, "uniform", "copied")),
+        ([], Series("averaged", 2, "exponential:0.9", FRESH)),
     ):
         assert report_on(run_of(rows, averages)).main[0].averaged == expected
 
@@ -205,7 +204,7 @@ def test_the_default_average_can_be_chosen_by_k() -> None:
     chosen = report_on(run, k=2)
     assert chosen.main[0].averaged.k == 2
     assert [w.series.k for w in chosen.windows if w.default] == [2]
-    with pytest.raises(ConfigError, match=r"k = 4: no run has that window; there are \[2, 3\]"):
+    with pytest.raises(ConfigError, match=r"--k 4: .* there are \[2, 3\]"):
         summarise([run], k=4)
 
 
@@ -230,13 +229,13 @@ def test_raw_weights_have_a_row_each_for_how_batch_norm_was_treated() -> None:
     assert usual.train_seconds is not None
     assert (usual.epochs.mean, usual.steps.mean, usual.train_seconds.mean) == (3, 30, 60)
     assert (usual.device, usual.num_devices) == ("NVIDIA H200", 4)
-    assert fresh.series == Series(None, None, FRESH)
+    assert fresh.series == Series(batch_norm=FRESH)
     assert fresh.best is not None
     assert fresh.best.mean == 3
 
 
-def test_who_is_looked_at_more_often_gains_nothing_by_it() -> None:
-    """Raw weights at epochs 2, 4, 6: other looks at the average do not count, nor do they cost."""
+def test_a_series_that_is_evaluated_more_often_gains_nothing_by_it() -> None:
+    """Raw weights at epochs 2, 4, 6: other evaluations neither count nor cost anything."""
     raw = [row for row in rows_of([9, 9, 8, 8, 6, 6]) if row["epoch"] % 2 == 0]
     rows = raw + rows_of([None, None, 6, 6, 5, 5], 3)
     for row in rows:
@@ -248,41 +247,33 @@ def test_who_is_looked_at_more_often_gains_nothing_by_it() -> None:
     assert main.headline.epochs.saved.mean == 2
     assert main.headline.seconds is not None
     assert main.headline.seconds.averaged_at.mean == 400.0 + 2 * 1.0 + 1.0
-    assert main.notes == (
-        "The baseline was evaluated every 2 epochs, the average every epoch: only evaluations that "
-        "both have count here, and where each first reached a value is known no closer than that.",
-    )
+    [note] = main.notes
+    assert "baseline was evaluated every 2 epochs, the average every epoch" in note
 
 
-def test_looks_at_the_raw_weights_that_do_not_count_are_not_charged_to_the_average() -> None:
+def test_evaluations_of_raw_weights_that_do_not_count_are_not_charged_to_the_average() -> None:
     rows = rows_of([9, 8, 8, 7, 7, 6]) + rows_of([None, None, 6, None, None, 5], 3)
     for row in rows:
         row |= {"train_seconds": 100.0 * row["epoch"], "evaluate_seconds": 1.0}
     run = run_of(rows)
-    lines = (run, Series()), (run, Series(3, "uniform"))
-    compared = compare_series(*lines, Metric("loss", "lower"), axis="seconds")
-    # Raw weights looked at in epochs 1, 2, 3 and 6; the average in 3 and 6.
-    assert compared.baseline[0].at == (101.0, 202.0, 303.0, 604.0)
-    assert compared.averaged[0].at == (303.0 + 1.0, 604.0 + 2.0)
+    lines = (run, Series()), (run, Series("averaged", 3, "uniform"))
+    compared = compare(*lines, Metric("loss", "lower"))
+    # Raw weights evaluated in epochs 1, 2, 3 and 6; the average in 3 and 6.
+    assert compared.baseline["seconds"][0].at == (101.0, 202.0, 303.0, 604.0)
+    assert compared.averaged["seconds"][0].at == (303.0 + 1.0, 604.0 + 2.0)
 
 
-def test_limits_are_told_seeds_ends_and_unknown_time() -> None:
+def test_limits_are_named_seeds_ends_and_unknown_time() -> None:
     sgd = run_of(rows_of([9, 8, 7]) + rows_of([None, 7], 2))
     other = run_of(rows_of([9, 8, 7]), rows_of([9, 8], seed=1), name="adam")
-    report = summarise([sgd, other])
-    [recipe] = report.recipes
+    [recipe] = summarise([sgd, other]).recipes
     own, against = recipe.metrics[0].main
-    assert own.notes == ("The baseline ended at epoch 3, the average at 2.",)
-    assert against.notes[0] == "Only one of the two has seed 1: left out."
-    unknown = (
-        "rows have no `train_seconds`, or they run backwards: time and GPU-hours are not known."
-    )
-    assert recipe.notes == (
-        "sgd: one seed, so there is no spread, and luck is not told apart.",
-        f"sgd: {unknown}",
-        "adam: seeds ended at different epochs: 3, 2.",
-        f"adam: {unknown}",
-    )
+    assert "baseline ended at epoch 3, the average at 2" in own.notes[0]
+    assert "Seed 1 is left out" in against.notes[0]
+    one_seed, time, ends = recipe.notes
+    assert one_seed.startswith("sgd: only one seed")
+    assert time.startswith("sgd, adam: time and GPU-hours are unknown")
+    assert ends.startswith("adam: seeds ended at different epochs (3, 2)")
 
 
 def test_rows_of_a_sweep_are_counted_in_steps_and_have_no_time() -> None:
@@ -310,25 +301,57 @@ def test_evaluations_inside_epochs_are_counted_in_steps() -> None:
     assert summarise([run_of(parts)]).recipes[0].axis == "epoch"
 
 
-def test_where_it_lost_is_said_in_sentences() -> None:
+def test_where_it_lost_is_one_sentence_per_run() -> None:
     rows = [row for seed in (0, 1) for row in rows_of([9, 5, 3, 2, 2], seed=seed)]
     rows += rows_of([None, 7, 4, 3, 2], 2, seed=0) + rows_of([None, 7, 4, 3, 2.5], 2, seed=1)
     rows += rows_of([None, None, 6, 4, 3], 3, seed=0) + rows_of([None, None, 6, 4, 3], 3, seed=1)
-    report = report_on(run_of(rows), k=2)
-    assert report.losses == (
-        "k = 2: behind its raw weights in most seeds at epochs 2–4 (7 of 8 evaluations of all "
-        "seeds), at worst by 2 at epoch 2.",
-        "k = 2: never ahead of its raw weights, so there is no saving; reached the final value of "
-        "its raw weights later in 1 and never in 1 of 2 seeds (epochs saved by seed: -1, never); "
-        "reached the best value of its raw weights later in 1 and never in 1 of 2 seeds (epochs "
-        "saved by seed: -1, never).",
-        "other averages behind in most seeds: k = 3 at epochs 3–5.",
-    )
-
-
-def test_where_nothing_was_lost_that_is_said_too() -> None:
+    [said] = report_on(run_of(rows), k=2).losses
+    for part in (
+        "k = 2: behind its raw weights in 7 of 8 evaluations, at worst by 2 at epoch 2",
+        "never ahead",
+        "their final value later in 1 and never in 1 of 2 seeds",
+        "their best value later in 1 and never in 1 of 2 seeds",
+    ):
+        assert part in said
     rows = rows_of([9, 8, 7]) + rows_of([None, 7, 6], 2)
-    assert report_on(run_of(rows)).losses == ("k = 2: at no time behind its raw weights.",)
+    assert report_on(run_of(rows)).losses == ("k = 2: never behind its raw weights.",)
+
+
+def test_other_methods_stand_beside_the_window() -> None:
+    rows = rows_of([9, 8, 7, 6]) + rows_of([None, 7, 6, 6], 2)
+    rows += rows_of([None, 6, 6, 5], weights="ema") + rows_of([9, 9, 9, 9], weights="swa")
+    report = report_on(run_of(rows))
+    found = [(row.label, *epochs_saved(row)) for row in report.main]
+    assert found == [
+        ("sgd, k = 2 against raw", 1, 1, 1),
+        ("sgd, ema against raw", 2, 2, 2),  # 6 at 2, not 4
+        ("sgd, swa against raw", None, None, None),
+    ]
+    assert [(row.series.weights, row.default) for row in report.windows] == [
+        ("averaged", True),
+        ("ema", False),
+        ("swa", False),
+    ]
+    assert len(report.losses) == 1  # of the window
+    # --k chooses a window; other methods have none and stay.
+    assert [row.averaged.weights for row in report_on(run_of(rows), k=2).main] == [
+        "averaged",
+        "ema",
+        "swa",
+    ]
+    alone = report_on(run_of([row for row in rows if row["weights"] in ("raw", "ema")]))
+    assert [row.default for row in alone.windows] == [True]
+
+
+def test_a_method_pays_for_its_evaluations_as_the_window_does() -> None:
+    rows = rows_of([9, 8]) + rows_of([9, 8], weights="ema")
+    for row in rows:
+        row |= {"train_seconds": 100.0 * row["epoch"], "evaluate_seconds": 1.0}
+        if row["weights"] == "ema":
+            row["collect_seconds"] = 0.5 * row["epoch"]
+    best = report_on(run_of(rows)).main[0].best
+    assert best.seconds is not None
+    assert best.seconds.averaged_at.mean == 200.0 + 2 * 1.0 + 2 * 1.0 + 1.0
 
 
 def test_recipes_are_reported_apart_and_a_metric_can_be_chosen() -> None:
@@ -341,17 +364,15 @@ def test_recipes_are_reported_apart_and_a_metric_can_be_chosen() -> None:
     assert found == [("a", ["loss", "top5_accuracy"]), ("b", ["loss", "top5_accuracy"])]
     assert len(report.recipes[0].metrics[0].main) == 1  # not against the other recipe's
     assert report_on(run("a"), metric="top5_accuracy").metric.better == "higher"
-    with pytest.raises(
-        FormatError, match=r"'speed' is not a value .* there are loss, top5_accuracy"
-    ):
+    with pytest.raises(FormatError, match=r"'speed' is not .* there are loss, top5_accuracy"):
         summarise([run("a")], metric="speed")
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (rows_of([9, 8]), "raw weights only"),
-        (rows_of([9, 8], 2), "no value of both raw and averaged"),
+        (rows_of([9, 8]), "only rows of raw weights"),
+        (rows_of([9, 8], 2), "no metric has both raw and averaged"),
         (
             [
                 {"weights": w, "k": k, "epoch": 1, "speed": 1}
@@ -369,7 +390,7 @@ def test_nothing_to_compare_is_an_error(rows: list[Row], message: str) -> None:
 def test_rows_that_share_no_axis_are_an_error() -> None:
     epochs = [{**row, "step": None} for row in rows_of([9, 8])]
     steps = [{**row, "epoch": None} for row in rows_of([None, 8], 2)]
-    with pytest.raises(FormatError, match="some rows have no `epoch` and some no `step`"):
+    with pytest.raises(FormatError, match="no `epoch` and others no `step`"):
         summarise([run_of(epochs, steps)])
 
 
@@ -379,7 +400,7 @@ def test_a_report_is_json_and_needs_neither_torch_nor_matplotlib() -> None:
     headline = told["recipes"][0]["metrics"][0]["main"][0]["headline"]
     assert headline["epochs"]["saved"]["mean"] == 1
     probe = (
-        "import sys, lawa_lab.report.summarising; "
+        "import sys, lawa_lab.report.summary; "
         "sys.exit(bool({'torch', 'matplotlib', 'numpy', 'rich'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0

@@ -1,6 +1,6 @@
-"""One pair of axes as a value, and the value drawn. What is in it is decided elsewhere.
+"""One pair of axes as plain values (`Panel`), and the function that draws it.
 
-matplotlib (the `report` extra) is imported only when something is drawn.
+matplotlib (the `lab` extra) is imported only when something is drawn.
 """
 
 import importlib
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lawa_lab.report.styles import INK, Style
+from lawa_lab.report.figures.style import INK, Style
 from torch_lawa.errors import LawaError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Line", "Mark", "Panel", "Point", "fill", "matplotlib"]
+__all__ = ["Arrow", "Line", "Panel", "Point", "fill", "matplotlib"]
 
 _SPARSE = 15  # lines of fewer points show each of them
 
@@ -30,21 +30,22 @@ class Line:
     low: tuple[float | None, ...] = ()  # () where there is one seed
     high: tuple[float | None, ...] = ()
     steps: bool = False  # between two points, the value of the later one
+    bar: bool = False  # without markers and with square ends
 
     @property
     def name(self) -> str:
-        """The label for a legend, from which matplotlib leaves out what begins with "_"."""
+        """The label for a legend; matplotlib leaves out labels that begin with "_"."""
         return f" {self.label}" if self.label.startswith("_") else self.label
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mark:
-    """An arrow from where the baseline got to a value back to where the average did."""
+class Arrow:
+    """An arrow from where the baseline reached a value back to where the average did."""
 
     begin: float
     end: float
     value: float
-    ticks: tuple[tuple[float, str], ...]  # where each seed got there, and the colour of its line
+    ticks: tuple[tuple[float, str], ...]  # where each seed reached it, and the colour of its line
     text: str
 
 
@@ -65,15 +66,16 @@ class Panel:
     title: str
     x_label: str
     lines: tuple[Line, ...]
-    percent: bool = False  # the values are shares, shown in percent
+    percent: bool = False  # the values are fractions, shown in percent
     log: bool = False
     x_limits: tuple[float, float] | None = None
     y_limits: tuple[float, float] | None = None
     x_percent: bool = False
     zero: bool = False  # a line at zero
-    mark: Mark | None = None
-    text_at: tuple[float, float] = (0.97, 0.12)  # of the mark, in parts of the axes
+    arrow: Arrow | None = None
+    text_at: tuple[float, float] = (0.97, 0.12)  # of the arrow, as fractions of the axes
     points: tuple[Point, ...] = ()
+    y_labels: tuple[str, ...] = ()  # names instead of numbers, at 0, -1, -2 and so on
 
 
 def fill(axes: "Axes", panel: Panel) -> None:
@@ -102,13 +104,13 @@ def fill(axes: "Axes", panel: Panel) -> None:
     if panel.zero:
         axes.axhline(0.0, color=INK, linewidth=1.0, zorder=1.5)
     _scale(axes, panel)
-    if panel.mark is not None:
-        _mark(axes, panel.mark, panel.text_at)
+    if panel.arrow is not None:
+        _arrow(axes, panel.arrow, panel.text_at)
 
 
 def _line(axes: "Axes", line: Line, view: tuple[float, float]) -> None:
-    # Points outside the view are left out, but for the next one on either side.
-    inside = [place for place, at in enumerate(line.at) if view[0] <= at <= view[1]]
+    # Points outside the view are left out, except the next one on either side.
+    inside = [index for index, at in enumerate(line.at) if view[0] <= at <= view[1]]
     part = slice(max(min(inside) - 1, 0), max(inside) + 2) if inside else slice(0, 0)
     at = line.at[part]
     axes.plot(
@@ -117,9 +119,10 @@ def _line(axes: "Axes", line: Line, view: tuple[float, float]) -> None:
         color=line.style.colour,
         linestyle=line.style.dashes,
         linewidth=line.style.width,
-        marker="o" if len(inside) < _SPARSE and not line.steps else None,
+        marker="o" if len(inside) < _SPARSE and not (line.steps or line.bar) else None,
         markersize=4.5,
         drawstyle="steps-pre" if line.steps else "default",
+        solid_capstyle="butt" if line.bar else "projecting",
         label=line.name or "_",
         zorder=line.style.layer,
     )
@@ -148,9 +151,16 @@ def _scale(axes: "Axes", panel: Panel) -> None:
             axes.xaxis.set_major_locator(
                 ticker.MaxNLocator(8, steps=[1, 2, 2.5, 5, 10], integer=True)
             )
-    if panel.log:
+    if panel.y_labels:
+        axes.set_yticks([-index for index in range(len(panel.y_labels))], panel.y_labels)
+        for text in axes.get_yticklabels():
+            text.set_parse_math(False)
+        axes.set_ylim(0.6 - len(panel.y_labels), 0.6)
+    elif panel.log:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(ticker.LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
+        low, high = panel.y_limits or (1.0, 10.0)
+        subs = (1.0, 2.0, 5.0) if high < 1e3 * low else (1.0,)
+        axes.yaxis.set_major_locator(ticker.LogLocator(base=10, subs=subs))
         axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
         axes.yaxis.set_minor_locator(ticker.NullLocator())
     else:
@@ -166,11 +176,11 @@ def _scale(axes: "Axes", panel: Panel) -> None:
         axes.xaxis.set_major_formatter(percent)
 
 
-def _mark(axes: "Axes", mark: Mark, text_at: tuple[float, float]) -> None:
+def _arrow(axes: "Axes", arrow: Arrow, text_at: tuple[float, float]) -> None:
     axes.annotate(
         "",
-        xy=(mark.end, mark.value),
-        xytext=(mark.begin, mark.value),
+        xy=(arrow.end, arrow.value),
+        xytext=(arrow.begin, arrow.value),
         arrowprops={
             "arrowstyle": "-|>",
             "color": INK,
@@ -180,11 +190,11 @@ def _mark(axes: "Axes", mark: Mark, text_at: tuple[float, float]) -> None:
         },
         zorder=5,
     )
-    for at, colour in mark.ticks:
-        axes.plot(at, mark.value, "|", color=colour, markersize=13, markeredgewidth=2.2, zorder=6)
+    for at, colour in arrow.ticks:
+        axes.plot(at, arrow.value, "|", color=colour, markersize=13, markeredgewidth=2.2, zorder=6)
     axes.text(
         *text_at,
-        mark.text,
+        arrow.text,
         transform=axes.transAxes,
         ha="right",
         va="bottom" if text_at[1] < 0.5 else "top",
@@ -196,11 +206,11 @@ def _mark(axes: "Axes", mark: Mark, text_at: tuple[float, float]) -> None:
 
 
 def matplotlib(name: str) -> Any:
-    """A part of matplotlib, or the way to get it."""
+    """A module of matplotlib, or an error that says how to install it."""
     try:
         return importlib.import_module(f"matplotlib.{name}")
     except ImportError as error:
         raise LawaError(
-            f"figures are drawn with matplotlib, which could not be imported ({error}): "
-            "pip install 'torch-lawa[report]'"
+            f"figures need matplotlib, which could not be imported ({error}): "
+            "pip install 'torch-lawa[lab]'"
         ) from None

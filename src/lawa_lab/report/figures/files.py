@@ -1,7 +1,7 @@
-"""Panels under one legend: figures, and their files.
+"""Figures as panels under one legend, and their files.
 
-Drawn without pyplot, so nothing global changes and no display is needed. The same figure always
-gives the same bytes.
+They are drawn without pyplot, so nothing global changes and no display is needed. The same figure
+always gives the same bytes.
 """
 
 import importlib
@@ -10,16 +10,29 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from lawa_lab.report.panels import Panel, fill, matplotlib
-from lawa_lab.report.styles import INK, Style
+from lawa_lab.report.figures.axes import Panel, fill, matplotlib
+from lawa_lab.report.figures.builders import FIGURES, FigureKind
+from lawa_lab.report.figures.scene import Scene
+from lawa_lab.report.figures.style import INK, Style
+from lawa_lab.report.runs import Run
+from lawa_lab.report.summary import Report
 from torch_lawa.checkpoints.storage.atomic import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Drawing", "draw", "draw_panel", "legend", "save", "svg_text"]
+__all__ = [
+    "Drawing",
+    "draw",
+    "draw_panel",
+    "drawings",
+    "legend",
+    "save",
+    "save_figures",
+    "svg_text",
+]
 
 _WIDTH, _HEIGHT = 9.0, 3.4  # inches of a row of two panels; 11 points are 12 pixels at 700 wide
 _WORDS = {"frameon": False, "fontsize": 11.5, "labelcolor": INK, "handlelength": 2.6}
@@ -30,10 +43,60 @@ class Drawing:
     """A figure: panels side by side, two in a row, under one legend."""
 
     name: str  # of its file
-    kind: str
+    kind: FigureKind
     run: str | None  # None: of all runs
     title: str  # above the legend: what was trained
     panels: tuple[Panel, ...]
+    sentence: str = ""
+
+
+def drawings(scene: Scene) -> list[Drawing]:
+    """The figures of one recipe; those of the second run and later ones carry the run's name."""
+    found = []
+    for kind in FIGURES.values():
+        for index, run in enumerate(scene.runs[: 1 if kind.all_runs else None]):
+            panels = tuple(kind.panels(scene, run))
+            if not panels:
+                continue
+            recipe = scene.report.recipe
+            found.append(
+                Drawing(
+                    name=_file_name(kind.name, scene.runs, index),
+                    kind=kind,
+                    run=None if kind.all_runs else run.name,
+                    title=recipe if kind.all_runs else f"{recipe}, {run.name}",
+                    panels=panels,
+                    sentence=kind.sentence(scene, run) if kind.sentence is not None else "",
+                )
+            )
+    return found
+
+
+def save_figures(runs: Sequence[Run], report: Report, folder: Path) -> list[Path]:
+    """Write every figure as PNG and SVG; with several recipes, in one folder per recipe."""
+    paths = []
+    for recipe in report.recipes:
+        own = folder / slug(recipe.recipe) if len(report.recipes) > 1 else folder
+        for drawing in drawings(Scene(recipe, runs)):
+            paths += save(drawing, own)
+    return paths
+
+
+def _file_name(kind: str, runs: Sequence[Run], index: int) -> str:
+    if not index:
+        return kind
+    name = slug(runs[index].name)
+    alike = any(slug(other.name) == name for other in runs[:index])
+    return f"{kind}-{name}-{index + 1}" if alike else f"{kind}-{name}"
+
+
+def slug(name: str) -> str:
+    """A name that any file system accepts.
+
+    >>> slug("lookahead(sgd)"), slug("adam, constant rate"), slug("../<b>")
+    ('lookahead-sgd', 'adam-constant-rate', 'b')
+    """
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "run"
 
 
 def draw(drawing: Drawing) -> "Figure":
@@ -43,7 +106,7 @@ def draw(drawing: Drawing) -> "Figure":
     wide = _WIDTH if num_columns == 2 else 0.6 * _WIDTH
     names = list(legend(drawing.panels))
     num_fitting = _fitting(names, wide)
-    beside = num_columns * num_rows > len(drawing.panels)  # a free place takes the legend
+    beside = num_columns * num_rows > len(drawing.panels)  # the legend goes into the free cell
     above = 0.0 if beside else 0.25 * (bool(drawing.title) - (-len(names) // num_fitting))
     figure: Figure = matplotlib("figure").Figure(
         figsize=(wide, _HEIGHT * num_rows + above), layout="constrained"
@@ -74,7 +137,7 @@ def draw(drawing: Drawing) -> "Figure":
 
 
 def legend(panels: Sequence[Panel]) -> dict[str, Style | None]:
-    """What the legend of some panels says, and how each line looks; None for a point."""
+    """The labels in the legend of some panels, and their styles; None for a point."""
     found: dict[str, Style | None] = {}
     for panel in panels:
         found |= {line.name: line.style for line in panel.lines if line.name}
@@ -83,32 +146,36 @@ def legend(panels: Sequence[Panel]) -> dict[str, Style | None]:
 
 
 def _fitting(names: Sequence[str], wide: float) -> int:
-    """So many columns of a legend fit; each is as wide as its longest label."""
+    """How many columns of a legend fit; each is as wide as its longest label."""
     for num_columns in range(len(names), 1, -1):
         num_rows = -(-len(names) // num_columns)
         columns = [names[at : at + num_rows] for at in range(0, len(names), num_rows)]
-        # Letters of 0.093 inch, beside a piece of line and the room to the next column.
+        # 0.093 inch per letter, plus a sample of the line and the gap to the next column.
         if sum(0.093 * max(map(len, column)) + 0.85 for column in columns) < wide:
             return len(columns)
     return 1
 
 
 def draw_panel(panel: Panel) -> "Figure":
-    """One panel alone, without a legend, for a narrow page."""
+    """One panel without a legend, so that panels can stack on a narrow page."""
     figure: Figure = matplotlib("figure").Figure(figsize=(4.7, 3.4), layout="constrained")
     fill(figure.subplots(), panel)
     return figure
 
 
-def save(drawing: Drawing, folder: Path) -> list[Path]:
-    """Write a figure as PNG and as SVG."""
+def save(
+    drawing: Drawing, folder: Path, formats: Sequence[Literal["png", "svg"]] = ("png", "svg")
+) -> list[Path]:
+    """Write a figure to one file per format."""
     folder.mkdir(parents=True, exist_ok=True)
     figure = draw(drawing)
-    paths = [folder / f"{drawing.name}.png", folder / f"{drawing.name}.svg"]
-    with replacing(paths[0]) as file:
-        figure.savefig(file, format="png", dpi=200, metadata={"Software": None})
-    with replacing(paths[1]) as file:
-        file.write(svg_text(figure).encode())
+    paths = [folder / f"{drawing.name}.{kind}" for kind in formats]
+    for kind, path in zip(formats, paths, strict=True):
+        with replacing(path) as file:
+            if kind == "png":
+                figure.savefig(file, format="png", dpi=200, metadata={"Software": None})
+            else:
+                file.write(svg_text(figure).encode())
     return paths
 
 

@@ -2,32 +2,13 @@
 
 import pytest
 
-from lawa_lab.report.savings import Metric
-from lawa_lab.report.summary import Stretch
-from lawa_lab.report.wording import (
+from lawa_lab.report.curves import Metric
+from lawa_lab.report.words import (
     say_duration,
     say_number,
     say_spread,
-    say_stretches,
     say_value,
 )
-
-
-def stretches(*ends: tuple[float, float]) -> list[Stretch]:
-    return [
-        Stretch(begin=a, end=b, num_evaluations=int(b - a) + 1, worst_at=a, worst_by=0.1)
-        for a, b in ends
-    ]
-
-
-def test_of_many_stretches_the_longest_are_named_in_order_and_the_rest_counted() -> None:
-    some = stretches((1, 1), (3, 9), (11, 12), (20, 24), (30, 30), (40, 42), (50, 50))
-    assert say_stretches(some, "epoch") == "epochs 3–9, 11–12, 20–24, 40–42 and 3 more"
-
-
-def test_one_evaluation_is_one() -> None:
-    assert say_stretches(stretches((31, 31)), "step") == "step 31"
-    assert say_stretches(stretches((3, 5)), "step") == "steps 3–5"
 
 
 @pytest.mark.parametrize(
