@@ -46,7 +46,7 @@ coverage: $(VENV)/.dev
 	$(BIN)/python -m coverage report --skip-covered --sort=cover
 
 docs: .venv-docs/.docs
-	.venv-docs/bin/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 	.venv-docs/bin/python docs/site/check_links.py site
 
 test-packaging: $(VENV)/.dev
@@ -117,7 +117,7 @@ $(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
 .venv-docs/.docs: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  mkdocs-material 'mkdocstrings[python]'
+	  mkdocs-material 'mkdocstrings[python]' ruff
 	@touch $@
 
 .venv-bench/.bench: $(SOURCES)

@@ -16,12 +16,12 @@ from lawa_lab.recipes.catalog.digits import DigitsConfig
 from lawa_lab.recipes.loop import train
 from lawa_lab.recipes.run_folder import RunFolder, RunPlan
 from lawa_lab.recipes.task import Worker
-from lawa_lab.report.savings import Metric, compare
+from lawa_lab.report.runs import Run
+from lawa_lab.report.summary import summarise
 from torch_lawa.metrics import MetricsWriter, read_metrics
 
 RATES = (0.02, 0.05, 0.1, 0.2, 0.4)
 TRIPLES = ((0, 1, 2), (3, 4, 5), (100, 101, 102))
-LOSS, ACCURACY = Metric("test_loss", "lower"), Metric("test_accuracy", "higher")
 
 
 def main() -> None:
@@ -50,11 +50,12 @@ def main() -> None:
             and (row["weights"], row["batch_norm"]) == ("raw", None)
         ]
         found = {"rate": rate, "seeds": seeds, "raw_final_loss": sum(final) / len(final)}
-        for metric in (LOSS, ACCURACY):
-            for baseline in ("alike", "usual"):
-                best = compare(rows, metric, baseline=baseline).headline  # type: ignore[arg-type]
-                found[f"{metric.name}_saved_{baseline}"] = best.saved if best else None
-                found[f"{metric.name}_spread_{baseline}"] = best.spread if best else None
+        for report in summarise([Run("digits", "sgd", tuple(rows))]).recipes[0].metrics:
+            for row in report.main:
+                best = row.headline.epochs.saved if row.headline and row.headline.epochs else None
+                name = f"{report.metric.name}_{{}}_{row.against}"
+                found[name.format("saved")] = best.mean if best else None
+                found[name.format("spread")] = (best.low, best.high) if best else None
         log.add(kind="setting", **found)
         print(found, flush=True)
 

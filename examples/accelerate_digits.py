@@ -1,4 +1,4 @@
-"""Digits with Accelerate: averaged after each epoch, saved and resumed with its checkpoints.
+"""Digits with Accelerate: average after each epoch, save and resume with its checkpoints.
 
 pip install 'torch-lawa[recipes,accelerate]' && python examples/accelerate_digits.py
 torchrun --nproc-per-node 2 examples/accelerate_digits.py
@@ -23,7 +23,7 @@ EPOCHS, BATCH = 16, 32
 
 
 def loss_of(accelerator: Accelerator, model: nn.Module, loader: Any) -> float:
-    """Over the test images of all processes."""
+    """The mean loss over the test images of all processes."""
     model.eval()
     losses = []
     with torch.no_grad():
@@ -34,7 +34,7 @@ def loss_of(accelerator: Accelerator, model: nn.Module, loader: Any) -> float:
 
 
 def main(folder: str = "runs/digits", *, stop_after: int = EPOCHS) -> tuple[float, float]:
-    """Train, or go on from `folder`; returns the test loss of the weights and of their mean."""
+    """Train, or resume from `folder`; returns the test loss of the raw and averaged weights."""
     naming = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(cpu=True, project_config=naming)
     set_seed(0)

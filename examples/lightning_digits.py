@@ -1,9 +1,9 @@
-"""Averaged weights in a Lightning run, on scikit-learn's handwritten digits: seconds on a CPU.
+"""Averaged weights in Lightning, on scikit-learn's handwritten digits: seconds on a CPU.
 
     pip install 'torch-lawa[lightning]' scikit-learn
     python examples/lightning_digits.py
 
-Two lines are ours: the callback, and the metric that chooses the best checkpoint.
+Averaging takes two lines: the callback, and the metric that selects the best checkpoint.
 """
 
 import sys
@@ -21,7 +21,7 @@ from torch_lawa.integrations.lightning import LatestWeightAveraging
 
 
 class Digits(pl.LightningModule):
-    """A small convolutional net with BatchNorm, trained at a constant, high rate."""
+    """A small convolutional net with BatchNorm, trained at a constant, high learning rate."""
 
     def __init__(self, lr: float = 0.1) -> None:
         super().__init__()
@@ -88,10 +88,10 @@ def main(folder: Path, max_epochs: int = 10) -> dict[str, float]:
         enable_model_summary=False,
     )
     trainer.fit(Digits(), train, val)
-    [results] = trainer.test(dataloaders=test, ckpt_path="best")  # with the window of that one
+    [results] = trainer.test(dataloaders=test, ckpt_path="best")  # with that checkpoint's window
     averaging.save_averaged(trainer, folder / "averaged.ckpt")
     exported = Digits.load_from_checkpoint(folder / "averaged.ckpt")
-    print(f"{folder / 'averaged.ckpt'}: a checkpoint like any other, {type(exported).__name__}")
+    print(f"{folder / 'averaged.ckpt'}: an ordinary checkpoint of {type(exported).__name__}")
     return dict(results)
 
 

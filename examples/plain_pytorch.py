@@ -1,4 +1,4 @@
-"""A plain training loop: averaged every epoch, evaluated, saved, resumed.
+"""A plain training loop: average every epoch, evaluate, save, resume.
 
 pip install torch-lawa && python examples/plain_pytorch.py
 """
@@ -16,7 +16,7 @@ EPOCHS, BATCH, ARMS = 30, 64, 4
 
 
 def spirals(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Points on the arms of a spiral, and which arm each is on; one in ten is told wrong."""
+    """Points on the arms of a spiral, labelled with their arm; one label in ten is random."""
     generator = torch.Generator().manual_seed(seed)
     arm = torch.randint(ARMS, (count,), generator=generator)
     radius = torch.rand(count, generator=generator)
@@ -28,14 +28,14 @@ def spirals(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(model: nn.Module, points: Tensor, arms: Tensor) -> float:
-    """Without changing anything."""
+    """The mean loss in evaluation mode."""
     model.eval()
     with torch.no_grad():
         return cross_entropy(model(points), arms).item()
 
 
 def main(folder: Path, *, stop_after: int = EPOCHS) -> tuple[float, float]:
-    """Train, or go on from `folder`; returns the test loss of the weights and of their mean."""
+    """Train, or resume from `folder`; returns the test loss of the raw and averaged weights."""
     torch.manual_seed(0)
     train, test = spirals(2048, seed=1), spirals(2048, seed=2)
     model = nn.Sequential(
@@ -73,10 +73,10 @@ def main(folder: Path, *, stop_after: int = EPOCHS) -> tuple[float, float]:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         state |= {"averager": averager.state_dict(), "epoch": epoch + 1}
         torch.save(state, folder / "next.pt")
-        (folder / "next.pt").replace(last)  # killed meanwhile, the last one is whole
+        (folder / "next.pt").replace(last)  # atomic: a kill leaves a complete file
     return raw, mean
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as place:
-        main(Path(place))
+    with tempfile.TemporaryDirectory() as folder:
+        main(Path(folder))

@@ -1,4 +1,4 @@
-"""A timm ResNet on scikit-learn's digits, averaged; the checkpoint is one that timm reads.
+"""A timm ResNet on scikit-learn's digits, averaged and saved as a checkpoint that timm reads.
 
 pip install 'torch-lawa[recipes]' timm && python examples/timm_resnet.py
 """
@@ -18,7 +18,7 @@ EPOCHS, BATCH = 12, 64
 
 
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """The share of `images` that are told right."""
+    """The fraction of `images` that are classified correctly."""
     model.eval()
     with torch.no_grad():
         return (model(images).argmax(1) == labels).double().mean().item()

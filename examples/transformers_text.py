@@ -1,4 +1,4 @@
-"""A small language model in the Transformers Trainer: the best average is what is kept.
+"""A small language model in the Transformers Trainer, which loads the best average at the end.
 
 pip install 'torch-lawa[transformers]' && python examples/transformers_text.py
 """
@@ -24,7 +24,7 @@ LENGTH = 24
 
 
 def sentences(count: int, seed: int) -> list[dict[str, Tensor]]:
-    """Made-up text, word by word, in rows."""
+    """Random sentences as rows of word indices."""
     rng = random.Random(seed)
     text: list[int] = []
     while len(text) < count * LENGTH:
@@ -35,7 +35,7 @@ def sentences(count: int, seed: int) -> list[dict[str, Tensor]]:
 
 
 def main(folder: str = "runs/text", *, max_steps: int = 200) -> dict[str, float]:
-    """Train, and return what the model that is left scores."""
+    """Train, and return the metrics of the best average."""
     set_seed(0)
     model = GPT2LMHeadModel(
         GPT2Config(
@@ -72,7 +72,7 @@ def main(folder: str = "runs/text", *, max_steps: int = 200) -> dict[str, float]
             print(f"step {row['step']:3d}   averaged {row['eval_averaged_loss']:.3f}")
         elif "eval_loss" in row:
             print(f"step {row['step']:3d}   raw {row['eval_loss']:.3f}")
-    trainer.save_model(f"{folder}/best")  # the best average: it was loaded at the end
+    trainer.save_model(f"{folder}/best")  # the best average, loaded at the end
     return {**trainer.evaluate(), "best": trainer.state.best_metric}
 
 

@@ -1,56 +1,86 @@
-"""LAtest Weight Averaging: keep the k latest checkpoints of a run and serve their mean.
+"""LAtest Weight Averaging: keep the k latest checkpoints of a run and provide their mean.
 
-Names are loaded when they are first used, so that `import torch_lawa` (and the command line)
-does not pay for PyTorch before it is needed.
+The names below are the complete public API, together with the modules of `torch_lawa.integrations`.
+Every other module is internal and may change without notice.
+
+Names are loaded when they are first used, so that `import torch_lawa` (and the command line) does
+not import PyTorch before it is needed.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from torch_lawa._version import __version__
+from torch_lawa import errors as errors
+from torch_lawa._version import __version__ as __version__
 
-if TYPE_CHECKING:
-    from torch_lawa.averager import LatestWeightAverager
-    from torch_lawa.batch_norm import recalibrate_batch_norm
-    from torch_lawa.coefficients import Annealing, Explicit, Exponential, Uniform
-    from torch_lawa.offline import average_checkpoints, plan_average
-    from torch_lawa.schedule import Every, OnPlateau
-    from torch_lawa.stores.disk import DiskStore
+if TYPE_CHECKING:  # the same names for type checkers; a test compares the two lists
+    from torch_lawa.averager import Averager as Averager
+    from torch_lawa.averager import LatestWeightAverager as LatestWeightAverager
+    from torch_lawa.batch_norm import recalibrate_batch_norm as recalibrate_batch_norm
+    from torch_lawa.coefficients import Annealing as Annealing
+    from torch_lawa.coefficients import Coefficients as Coefficients
+    from torch_lawa.coefficients import Explicit as Explicit
+    from torch_lawa.coefficients import Exponential as Exponential
+    from torch_lawa.coefficients import Uniform as Uniform
+    from torch_lawa.coefficients import Weights as Weights
+    from torch_lawa.coefficients import coefficient_rule as coefficient_rule
+    from torch_lawa.evaluation import evaluate_side_by_side as evaluate_side_by_side
+    from torch_lawa.integrations.torch_swa import from_averaged_model as from_averaged_model
+    from torch_lawa.integrations.torch_swa import to_averaged_model as to_averaged_model
+    from torch_lawa.metrics import MetricsWriter as MetricsWriter
+    from torch_lawa.offline import AverageOptions as AverageOptions
+    from torch_lawa.offline import average_checkpoints as average_checkpoints
+    from torch_lawa.offline import compare_checkpoints as compare_checkpoints
+    from torch_lawa.offline import inspect_checkpoint as inspect_checkpoint
+    from torch_lawa.offline import plan_average as plan_average
+    from torch_lawa.offline import plan_sweep as plan_sweep
+    from torch_lawa.offline import run_average as run_average
+    from torch_lawa.offline import run_sweep as run_sweep
+    from torch_lawa.offline import sweep_checkpoints as sweep_checkpoints
+    from torch_lawa.offline import watch_run as watch_run
+    from torch_lawa.schedule import Every as Every
+    from torch_lawa.schedule import OnPlateau as OnPlateau
+    from torch_lawa.stores.disk import DiskStore as DiskStore
 
-_HOMES = {
-    "LatestWeightAverager": "torch_lawa.averager",
-    "recalibrate_batch_norm": "torch_lawa.batch_norm",
-    "Uniform": "torch_lawa.coefficients",
-    "Exponential": "torch_lawa.coefficients",
-    "Explicit": "torch_lawa.coefficients",
-    "Annealing": "torch_lawa.coefficients",
-    "Every": "torch_lawa.schedule",
-    "OnPlateau": "torch_lawa.schedule",
-    "DiskStore": "torch_lawa.stores.disk",
-    "plan_average": "torch_lawa.offline",
-    "average_checkpoints": "torch_lawa.offline",
+_PUBLIC = {
+    "averager": ("Averager", "LatestWeightAverager"),
+    "batch_norm": ("recalibrate_batch_norm",),
+    "coefficients": (
+        "Annealing",
+        "Coefficients",
+        "Explicit",
+        "Exponential",
+        "Uniform",
+        "Weights",
+        "coefficient_rule",
+    ),
+    "evaluation": ("evaluate_side_by_side",),
+    "integrations.torch_swa": ("from_averaged_model", "to_averaged_model"),
+    "metrics": ("MetricsWriter",),
+    "offline": (
+        "AverageOptions",
+        "average_checkpoints",
+        "compare_checkpoints",
+        "inspect_checkpoint",
+        "plan_average",
+        "plan_sweep",
+        "run_average",
+        "run_sweep",
+        "sweep_checkpoints",
+        "watch_run",
+    ),
+    "schedule": ("Every", "OnPlateau"),
+    "stores.disk": ("DiskStore",),
 }
+_MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
 
-__all__ = [
-    "Annealing",
-    "DiskStore",
-    "Every",
-    "Explicit",
-    "Exponential",
-    "LatestWeightAverager",
-    "OnPlateau",
-    "Uniform",
-    "__version__",
-    "average_checkpoints",
-    "plan_average",
-    "recalibrate_batch_norm",
-]
+__all__ = sorted(["__version__", "errors", *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'torch_lawa' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(f"torch_lawa.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,31 +1,81 @@
-"""The averager people put in their training loop."""
+"""`LatestWeightAverager`, the averager for a training loop, and the protocol it implements."""
 
+import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from torch_lawa import averager_state, export
+from torch_lawa import averager_state
 from torch_lawa.coefficients import Coefficients, Uniform
 from torch_lawa.errors import ConfigError, NotReadyError, StateError
-from torch_lawa.modes import ordinary_mode
-from torch_lawa.ranks.agreement import agree, meet
+from torch_lawa.ranks.agreement import check_same_call, check_same_decision
 from torch_lawa.schedule import Every, Schedule
 from torch_lawa.selection import BufferRule, FrozenRule, Selector, live_tensors
-from torch_lawa.stores.base import Snapshot, Store
+from torch_lawa.stores.base import Counters, Snapshot, Store
 from torch_lawa.stores.memory import DeviceStore, HostStore
-from torch_lawa.swap import find_targets, lend, refuse_if_lent
+from torch_lawa.swap import ordinary_mode, refuse_if_swapped, swap_targets, swapped
 from torch_lawa.validation import check_float, check_kind, one_of, whole_number
-from torch_lawa.window import Sliding, Window
+from torch_lawa.window import Window
+from torch_lawa.window_mean import Sliding
 
-__all__ = ["LatestWeightAverager"]
+if TYPE_CHECKING:
+    from torch_lawa.export import ExportPlan
+
+__all__ = ["Averager", "LatestWeightAverager"]
+
+
+class Averager(Protocol):
+    """What averages the weights of a training run: a window, an EMA, or another method.
+
+    Evaluation, recipes and reports accept any object with these methods, so that methods can be
+    compared side by side.
+
+    >>> averager: Averager = LatestWeightAverager(k=6)
+    >>> averager.kind, averager.ready
+    ('averaged', False)
+    """
+
+    @property
+    def kind(self) -> str:
+        """The method's name in metrics files and reports, such as "ema"."""
+        ...
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is an average to read."""
+        ...
+
+    def collect(self, model: nn.Module, *, step: int | None = None) -> None:
+        """Take the model's current weights into the average."""
+        ...
+
+    def step(self, model: nn.Module, *, loss: float | None = None) -> bool:
+        """Count one step and collect if one is due; returns whether it did."""
+        ...
+
+    def swapped_into(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Swap the average into the model for a `with` block, then restore its own weights."""
+        ...
+
+    def average(self) -> dict[str, Tensor]:
+        """The average as a state dict."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that is needed to resume."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved state."""
+        ...
 
 
 class LatestWeightAverager:
-    """Keeps the `k` latest snapshots of a model and serves their mean.
+    """Keeps the `k` latest snapshots of a model and provides their mean.
 
     >>> model = nn.Linear(2, 1)
     >>> averager = LatestWeightAverager(k=2)
@@ -40,22 +90,32 @@ class LatestWeightAverager:
 
     Args:
         k: How many snapshots the window holds. The paper's default is 6.
-        coefficients: How much each counts: `Uniform()`, `Exponential(alpha)`, `Explicit(weights)`.
-        schedule: When `step` takes a snapshot: `Every(n, start=...)` or `OnPlateau(...)`. Without
-            one, every call of `step` does.
-        min_snapshots: How many snapshots make an average; `k` by default, as in the paper.
-            `min_snapshots=1` averages what is there from the first snapshot on.
-        store: "host" memory (filled asynchronously from a GPU), the model's "device", or a
-            `DiskStore(folder)`.
-        storage_dtype: Keep snapshots in `torch.bfloat16` or `torch.float16` to halve their memory.
+        coefficients: The weights of the mean: `Uniform()`, `Exponential(alpha)`,
+            `Explicit(weights)` or `Annealing(curve)`.
+        schedule: When `step` takes a snapshot: `Every(n, start=...)` or `OnPlateau(...)`; by
+            default at every call. The averager works with a copy of it.
+        min_snapshots: How many snapshots an average needs; `k` by default, as in the paper.
+            `min_snapshots=1` averages whatever was collected, from the first snapshot on.
+        store: Where snapshots are kept: "host" memory (filled asynchronously from a GPU), the
+            model's "device", or a `DiskStore(folder)`.
+        storage_dtype: Store snapshots in `torch.bfloat16` or `torch.float16` to halve their memory.
             Each stored value is then rounded, by up to 0.4 % in bfloat16 (2**-8) and 0.05 % in
-            float16 (2**-11, and nothing beyond 65,504); the mean of k is off by about 1/sqrt(k) of
-            that. Sums stay float64.
+            float16 (2**-11, up to 65,504); the error of the mean of k is about 1/sqrt(k) of that.
+            Sums are float64 in any case.
         buffers: Floating-point buffers, such as BatchNorm statistics: from the "newest" snapshot,
             or "average" them. Use `recalibrate_batch_norm` to re-estimate them.
         frozen: Parameters that do not require gradients: "keep" one copy, from the newest
             snapshot, or "omit" them (adapters on a large frozen model).
+        include: Average only tensors whose name matches one of these patterns, such as "*.lora_*"
+            (`*` matches dots, too; the pattern must match the whole name). Tied weights match by
+            any of their names.
+        exclude: Do not average tensors whose name matches one of these patterns, such as
+            "*embed*". Tensors that are not averaged stay raw: the average has their values of the
+            newest snapshot, of which one copy is stored. `lawa average` has the same options, but
+            leaves such tensors out of its result.
     """
+
+    kind = "averaged"  # in metrics files: see `Averager`
 
     def __init__(
         self,
@@ -68,14 +128,13 @@ class LatestWeightAverager:
         storage_dtype: torch.dtype | None = None,
         buffers: BufferRule = "newest",
         frozen: FrozenRule = "keep",
+        include: str | Sequence[str] = (),
+        exclude: str | Sequence[str] = (),
         _sliding: Sliding = "auto",
     ) -> None:
-        self._options = {name: given for name, given in locals().items() if name != "self"}
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise ConfigError(f"k={k!r}: the number of snapshots must be an int of at least 1.")
-        least = k if min_snapshots is None else whole_number("min_snapshots", min_snapshots)
-        if not 1 <= least <= k:
-            raise ConfigError(f"min_snapshots={min_snapshots} must lie between 1 and k={k}.")
+        k = whole_number("k", k, least=1)
+        least = k if min_snapshots is None else min_snapshots
+        self._min_snapshots = whole_number("min_snapshots", least, least=1, most=k)
         one_of("buffers", buffers, ("newest", "average"))
         one_of("frozen", frozen, ("keep", "omit"))
         one_of("_sliding", _sliding, ("auto", True, False))
@@ -83,27 +142,26 @@ class LatestWeightAverager:
         if not isinstance(store, Store):
             one_of("store", store, ("host", "device"), " Or give a DiskStore(folder).")
             store = HostStore() if store == "host" else DeviceStore()
-        self._coefficients: Coefficients = Uniform() if coefficients is None else coefficients
-        self._rule(coefficients).weights(k)  # explicit weights must be enough for the window
-        self._schedule: Schedule = schedule if schedule is not None else Every(1)
+        self._coefficients = _checked(Uniform() if coefficients is None else coefficients)
+        self._coefficients.weights(k)  # raises if there are too few explicit weights
+        # A copy: a schedule counts calls, and the same object may be given to two averagers.
+        self._schedule: Schedule = Every(1) if schedule is None else copy.deepcopy(schedule)
         check_kind("schedule", self._schedule, "due", "Every(n) or OnPlateau()")
         expected = self._schedule.expected()
-        if expected is not None and expected < least:
+        if expected is not None and expected < self._min_snapshots:
             raise ConfigError(
-                f"the schedule {self._schedule} gives {expected} snapshots in the whole run and "
-                f"an average needs {least}: it would never be ready. Collect more often, start "
-                "earlier, lower k, or set min_snapshots=1."
+                f"the schedule {self._schedule} takes {expected} snapshots in the whole run, but "
+                f"an average needs {self._min_snapshots}. Collect more often, start earlier, lower "
+                "k, or set min_snapshots=1."
             )
-        self._min_snapshots = least
-        self._storage_dtype = storage_dtype
-        self._select = Selector(buffers=buffers, frozen=frozen)
+        self._select = Selector(buffers=buffers, frozen=frozen, include=include, exclude=exclude)
         self._window = Window(store, k, storage_dtype, _sliding)
         self._num_steps = 0
         self._num_collected = 0
-        self._met = False  # whether the processes of a sharded model have found each other
-        self._slots = False  # whether the saved form has a slot for every snapshot of the window
-        if self._window.notes:
-            self._take_counters(self._window.notes)
+        self._ranks_agreed = False  # whether the ranks of a sharded model have been compared
+        self._slots = False  # whether `state_dict` has a slot for every snapshot of the window
+        if self._window.found is not None:
+            self._take_counters(self._window.found)
 
     @property
     def k(self) -> int:
@@ -112,27 +170,32 @@ class LatestWeightAverager:
 
     @property
     def min_snapshots(self) -> int:
-        """How many snapshots make an average."""
+        """How many snapshots an average needs."""
         return self._min_snapshots
 
     @property
     def coefficients(self) -> Coefficients:
-        """How much each snapshot counts where nothing else is asked for."""
+        """The default weights of the mean."""
         return self._coefficients
 
     @property
+    def schedule(self) -> Schedule:
+        """Decides when `step` takes a snapshot; its state is saved with the window."""
+        return self._schedule
+
+    @property
     def ready(self) -> bool:
-        """Whether there is an average to read."""
+        """Whether there are enough snapshots for an average."""
         return len(self) >= self._min_snapshots
 
     @property
     def snapshot_steps(self) -> list[int]:
-        """The labels of the snapshots in the window, oldest first."""
+        """The step labels of the snapshots in the window, oldest first."""
         return [snapshot.step for snapshot in self._window.snapshots]
 
     @property
     def num_collected(self) -> int:
-        """How many snapshots were ever collected."""
+        """How many snapshots were collected in total."""
         return self._num_collected
 
     def __len__(self) -> int:
@@ -144,71 +207,75 @@ class LatestWeightAverager:
         return True
 
     def __repr__(self) -> str:
-        labels = self.snapshot_steps
+        labels, dtype = self.snapshot_steps, self._window.storage_dtype
         steps = f" (steps {labels[0]} to {labels[-1]})" if labels else ""
-        stored = f", stored as {self._storage_dtype}" if self._storage_dtype else ""
+        stored = f", stored as {dtype}" if dtype else ""
         return (
             f"LatestWeightAverager(k={self.k}, {len(self)} of {self.k} snapshots{steps}, "
             f"{self._window.describe()}{stored}, {self._coefficients})"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles are averagers of their own, with the same snapshots and options."""
-        return averager_state.pickled(self, self._options)
+        """Copies and pickles are independent averagers with the same snapshots and arguments."""
+        arguments = {
+            "k": self.k,
+            "coefficients": self._coefficients,
+            "schedule": self._schedule,
+            "min_snapshots": self._min_snapshots,
+            "store": self._window.store,
+            "storage_dtype": self._window.storage_dtype,
+            "buffers": self._select.buffers,
+            "frozen": self._select.frozen,
+            "include": self._select.include,
+            "exclude": self._select.exclude,
+            "_sliding": self._window.sliding,
+        }
+        return averager_state.pickled(self, arguments)
 
     def bind(self, model: nn.Module | Mapping[str, Tensor]) -> None:
         """Learn the names, shapes and shards of a model without taking a snapshot.
 
-        Needed before `torch.distributed.checkpoint.load`, which loads into what `state_dict`
-        returns and so must find every name there; `collect` does it otherwise.
+        Required before `torch.distributed.checkpoint.load`, which loads into what `state_dict`
+        returns and so must find every name there. Otherwise `collect` does it.
         """
-        selection = self._select(model)
         with ordinary_mode():
-            self._window.bind(selection, {**self._counters(), "ties": selection.ties})
+            self._window.bind(self._select(model), self._counters())
         self._slots = True
 
     def collect(self, model: nn.Module | Mapping[str, Tensor], *, step: int | None = None) -> None:
         """Take a snapshot of a model (or of a state dict); the oldest leaves a full window.
 
-        `step` labels it in `snapshot_steps` and in messages; by default it is the number of calls
-        of `step` so far, or of `collect` where `step` is not used. Labels must increase.
+        `step` labels the snapshot in `snapshot_steps` and in messages. The default is the number of
+        calls of `step` so far, or of `collect` if `step` is not used. Labels must increase.
         """
-        refuse_if_lent(model, "collect was called")
-        own = self._num_steps or self._num_collected + 1
-        label = whole_number("step", step) if step is not None else own
-        if self.snapshot_steps and label <= self.snapshot_steps[-1]:
-            if step is not None:
-                raise ConfigError(
-                    f"step={step} is not after the newest snapshot in the window, of step "
-                    f"{self.snapshot_steps[-1]}. If the run went back to a checkpoint, load "
-                    "the averager's state saved with it, or call averager.reset()."
-                )
-            label = self.snapshot_steps[-1] + 1
+        refuse_if_swapped(model, "collect was called")
+        label = self._next_label(step)
         selection = self._select(model)
-        self._meet(model, f"the first call of averager.collect, of step {label},")
-        num = self._num_collected
-        notes = {**self._counters(), "num_collected": num + 1, "ties": selection.ties}
+        self._compare_ranks(model, f"the first call of averager.collect, of step {label},")
+        index = self._num_collected
+        counters: Counters = {**self._counters(), "num_collected": index + 1}
         with ordinary_mode():
-            self._window.put(Snapshot(num, label), selection, notes)
-        self._num_collected = num + 1
+            self._window.put(Snapshot(index, label), selection, counters)
+        self._num_collected = index + 1
 
     def step(self, model: nn.Module | Mapping[str, Tensor], *, loss: float | None = None) -> bool:
-        """Count one step (or epoch) and collect if the schedule says so; tells whether it did.
+        """Count one step (or epoch) and collect if the schedule says so; returns whether it did.
 
-        Of a sharded model every process must collect or none. At the first call they compare their
-        schedules, and at every call where a loss decides (`OnPlateau`): give all the same one.
+        All ranks of a sharded model must collect at the same steps. They compare their schedules at
+        the first call, and their decisions at every call with a `loss` (`OnPlateau`): pass the same
+        loss on all ranks.
 
         >>> from torch_lawa import Every
         >>> averager = LatestWeightAverager(k=2, schedule=Every(10))
         >>> sum(averager.step({"w": torch.zeros(1)}) for _ in range(25))
         2
         """
-        refuse_if_lent(model, "step was called")
-        self._meet(model, f"the first call of averager.step, {self._schedule}")
-        due = self._schedule.due(loss)
+        refuse_if_swapped(model, "step was called")
+        self._compare_ranks(model, f"the first call of averager.step, {self._schedule}")
+        due = self._schedule.due(self._num_steps + 1, loss)
         self._num_steps += 1
         if loss is not None:
-            agree(model, due, self._num_steps)
+            check_same_decision(model, due, self._num_steps)
         if due:
             self.collect(model)
         return due
@@ -221,12 +288,13 @@ class LatestWeightAverager:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> dict[str, Tensor]:
-        """The mean of the window as a plain state dict: `model.load_state_dict(...)` takes it.
+        """The mean of the window as a plain state dict, for `model.load_state_dict`.
 
-        `k` averages only the k newest snapshots, `coefficients` weighs them otherwise than the
-        averager would. Tensors have their own dtypes unless `dtype` asks for another, lie where
-        the snapshots do unless `device` does, and are yours. What is sharded in the model (FSDP2,
-        tensor parallel) is a DTensor here, too: nothing is gathered.
+        `k` averages only the k newest snapshots; `coefficients` replaces the averager's own.
+        Tensors have their own dtypes unless `dtype` is given, and are on the device of the
+        snapshots unless `device` is given. They are new tensors that you may change. Tensors that
+        are sharded in the model (FSDP2, tensor parallel) are DTensors here, too: nothing is
+        gathered.
         """
         check_float(dtype)
         n = self._window_size(k)
@@ -248,28 +316,28 @@ class LatestWeightAverager:
         *,
         coefficients: Coefficients | None = None,
     ) -> AbstractContextManager[None]:
-        """Lend the mean to a model for a `with` block; its own values return, whatever happens.
+        """Swap the mean into a model for a `with` block; restores the weights on any exit.
 
         Values are copied into the model's own tensors, so optimizers, compiled graphs and CUDA
-        graphs stay valid. Buffers return as well, so BatchNorm statistics may be re-estimated
-        inside the block. It takes one copy of the weights on their device: the one that `collect`
-        uses, too, where the store is another place.
+        graphs stay valid. Buffers are restored as well, so BatchNorm statistics may be re-estimated
+        inside the block. It takes memory for one copy of the weights on their device; with a store
+        on the host or on disk this is the staging memory of `collect`.
         """
         n = self._window_size(k)
         live = live_tensors(model)
         window = self._window
-        used = find_targets(live, {**window.averaged.signature(), **window.kept.signature()})
-        # Names that were tied when they were collected and are not in this model.
+        used = swap_targets(live, {**window.averaged.signature(), **window.kept.signature()})
+        # Names that were tied when they were collected, but are separate tensors in this model.
         untied = {a: name for a, name in window.ties.items() if a in live and name in used}
         weights = self._rule(coefficients).weights(n)
 
         def write() -> None:
-            window.mean_into(used, self._window_size(n), weights)  # it may be reset by then
+            window.mean_into(used, self._window_size(n), weights)  # may have been reset since
             for alias, name in untied.items():
                 live[alias].copy_(used[name])
 
         touched = {**used, **{alias: live[alias] for alias in untied}}
-        return lend(model, touched, write, window.idle_memory())
+        return swapped(model, touched, write, window.idle_memory())
 
     def save_pretrained(
         self,
@@ -282,15 +350,15 @@ class LatestWeightAverager:
         max_shard_size: int | str = "5GB",
         overwrite: bool = False,
     ) -> None:
-        """Write the mean to a folder of safetensors files, as `from_pretrained` loads them.
+        """Write the mean to a folder of safetensors files that `from_pretrained` can load.
 
-        One tensor at a time is made, gathered from its shards and written by rank 0, so that no
-        process ever holds the whole model. Call it in every process; if it fails in one, it raises
-        in all. The folder appears whole or not at all.
+        One tensor at a time is computed, gathered from its shards and written by rank 0, so that no
+        rank ever holds the whole model. Call it on every rank; if it fails on one, it raises on
+        all. The folder appears complete or not at all.
 
-        With the `model`, its configuration goes beside the weights (Transformers), and of a
-        `PeftModel` only the adapter is written. `dtype` is that of every floating-point tensor in
-        the files; above `max_shard_size` there are several, with an index.
+        If the `model` is given, its configuration is saved with the weights (Transformers), and
+        only the adapter of a `PeftModel` is written. `dtype` is the dtype of every floating-point
+        tensor in the files. Above `max_shard_size` there are several files, with an index.
 
         >>> import tempfile
         >>> averager = LatestWeightAverager(k=2)
@@ -301,95 +369,108 @@ class LatestWeightAverager:
         ...     os.listdir(f"{folder}/averaged")
         ['model.safetensors']
         """
+        # Here, since it imports the checkpoint formats, which a training loop does not need.
+        from torch_lawa import export
 
-        def plan() -> export.ExportPlan:
+        def plan() -> "ExportPlan":
             n = self._window_size(k)
             if model is not None and not self._window.seen:
-                selection = self._select(model)
-                self._window.bind(selection, {**self._counters(), "ties": selection.ties})
+                self._window.bind(self._select(model), self._counters())
             rule = self._rule(coefficients)
             return export.plan_export(
                 self._window, n, rule, model, dtype=dtype, max_shard_size=max_shard_size
             )
 
         with ordinary_mode():
-            export.save(self._window, folder, plan, overwrite=overwrite)
+            export.export_average(self._window, folder, plan, overwrite=overwrite)
 
     def wait(self) -> None:
-        """Return when every snapshot is where it belongs: host memory, or the disk."""
+        """Return when every snapshot has reached the store: host memory, or the disk."""
         self._window.wait()
 
     def reset(self) -> None:
-        """Drop every snapshot and begin a new window; counters go on."""
+        """Drop every snapshot and begin a new window; counters continue."""
         self._window.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on exactly: plain values and tensors, safe to `torch.load`.
+        """Everything needed to resume exactly: plain values and tensors, safe to `torch.load`.
 
-        Like a module's, it refers to live memory: save it before the next `collect`, or copy it.
-        Of a sharded model, or after `bind`, it is in the form that `torch.distributed.checkpoint`
-        wants: the averager is a `Stateful`, saved and loaded on any number of processes.
+        It contains all snapshots, that is up to k models. Like a module's state dict, it refers to
+        live memory: save it before the next `collect`, or copy it. For a sharded model, or after
+        `bind`, it has the form that `torch.distributed.checkpoint` needs: the averager is a
+        `Stateful` that can be saved and loaded on any number of ranks.
         """
         self._window.wait()
         if self._slots or self._window.shardings:
-            return averager_state.pack_slots(self._counters(), self._window, k=self.k)
-        return averager_state.pack(self._counters(), self._window, k=self.k)
+            return averager_state.pack_slots(self._counters(), self._window)
+        return averager_state.pack(self._counters(), self._window)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; nothing changes if it cannot be loaded.
+        """Resume from a saved state; nothing changes if it cannot be loaded.
 
-        Another `k`, store or storage dtype than it was saved with is fine: the newest snapshots
+        `k`, store and storage dtype may differ from those it was saved with: the newest snapshots
         that fit are taken.
         """
         saved = averager_state.unpack(state)
         kind = type(self._schedule).__name__
         if saved.counters["schedule_kind"] != kind:
             raise StateError(
-                f"the state was saved with the schedule {saved.counters['schedule_kind']} and this "
-                f"averager has {kind}: build it with the same one."
+                f"the state was saved with the schedule {saved.counters['schedule_kind']}, but "
+                f"this averager has {kind}: make the averager with the same schedule."
             )
-        notes = {**saved.counters, "ties": saved.ties}
         before = self._schedule.state_dict()
         try:
             self._schedule.load_state_dict(saved.counters["schedule"])
             with ordinary_mode():
-                self._window.load(saved.contents, saved.dtypes, saved.ties, notes)
+                self._window.load(
+                    saved.contents, saved.dtypes, saved.ties, saved.excluded, saved.counters
+                )
         except BaseException:
             self._schedule.load_state_dict(before)
             raise
         self._take_counters(saved.counters)
 
-    def _meet(self, model: nn.Module | Mapping[str, Tensor], where: str) -> None:
-        """Once, before anything is collected: all processes of a sharded model do the same."""
-        if not self._met:
-            meet(model, f"{where} with k={self.k}")
-            self._met = True
+    def _next_label(self, step: int | None) -> int:
+        newest = self.snapshot_steps[-1] if self.snapshot_steps else None
+        if step is None:
+            own = self._num_steps or self._num_collected + 1
+            return own if newest is None else max(own, newest + 1)
+        label = whole_number("step", step)
+        if newest is not None and label <= newest:
+            raise ConfigError(
+                f"step={step} is not after step {newest}, the newest snapshot of the window. If "
+                "the run went back to an earlier checkpoint, load the averager state saved with "
+                "it, or call averager.reset()."
+            )
+        return label
 
-    def _rule(self, asked: Coefficients | None) -> Coefficients:
-        rule = self._coefficients if asked is None else asked
-        check_kind("coefficients", rule, "weights", "Uniform() or Exponential(0.9)")
-        return rule
+    def _compare_ranks(self, model: nn.Module | Mapping[str, Tensor], call: str) -> None:
+        """Once, before anything is collected: all ranks of a sharded model must do the same."""
+        if not self._ranks_agreed:
+            check_same_call(model, f"{call} with k={self.k}")
+            self._ranks_agreed = True
+
+    def _rule(self, given: Coefficients | None) -> Coefficients:
+        return self._coefficients if given is None else _checked(given)
 
     def _window_size(self, k: int | None) -> int:
+        """How many snapshots to average; raises if there are too few."""
         if k is not None:
-            if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= self.k:
-                raise ConfigError(
-                    f"k={k!r}: the window holds {self.k} snapshots, so ask for 1 to {self.k}."
-                )
+            k = whole_number("k", k, least=1, most=self.k)
             if k > len(self):
                 raise NotReadyError(
-                    f"{len(self)} snapshots were collected and the mean of {k} was asked for; "
-                    "collect more, or ask for fewer."
+                    f"the mean of {k} snapshots was requested, but only {len(self)} snapshots were "
+                    "collected: collect more, or request fewer."
                 )
             return k
         if not self.ready:
             hint = "call averager.collect(model) first."
             if len(self):
-                hint = "check averager.ready, ask for average(k=...), or set min_snapshots=1."
-            raise NotReadyError(f"{len(self)} of {self.k} snapshots were collected; {hint}")
+                hint = "check averager.ready, request average(k=...), or set min_snapshots=1."
+            raise NotReadyError(f"only {len(self)} of {self.k} snapshots were collected: {hint}")
         return len(self)
 
-    def _counters(self) -> dict[str, Any]:
+    def _counters(self) -> Counters:
         return {
             "num_steps": self._num_steps,
             "num_collected": self._num_collected,
@@ -397,8 +478,13 @@ class LatestWeightAverager:
             "schedule": self._schedule.state_dict(),
         }
 
-    def _take_counters(self, counters: Mapping[str, Any]) -> None:
-        if counters.get("schedule_kind") == type(self._schedule).__name__:
-            self._schedule.load_state_dict(dict(counters["schedule"]))
-        self._num_steps = int(counters["num_steps"])
-        self._num_collected = int(counters["num_collected"])
+    def _take_counters(self, counters: Counters) -> None:
+        if counters["schedule_kind"] == type(self._schedule).__name__:
+            self._schedule.load_state_dict(counters["schedule"])
+        self._num_steps = counters["num_steps"]
+        self._num_collected = counters["num_collected"]
+
+
+def _checked(rule: Coefficients) -> Coefficients:
+    check_kind("coefficients", rule, "weights", "Uniform() or Exponential(0.9)")
+    return rule

@@ -1,10 +1,10 @@
-"""The saved form of an averager: plain containers, numbers and tensors, checked before use.
+"""The saved form of an averager: plain containers, numbers and tensors, validated on loading.
 
-There are two. A *list* of the snapshots that are there, for `torch.save`. And k *slots*, the
-newest snapshot first, whose names do not depend on how many are filled, for
-`torch.distributed.checkpoint`: it loads into what `state_dict` returns, so that must have all its
-names before anything was collected. Sharded tensors are DTensors in slots, which it loads on any
-number of processes.
+There are two forms. A *list* of the collected snapshots is for `torch.save`. The other has k
+*slots*, newest snapshot first, whose names do not depend on how many are filled. It is for
+`torch.distributed.checkpoint`, which loads into what `state_dict` returns and so needs all names
+before anything was collected. Sharded tensors are DTensors in slots, and can be loaded on any
+number of ranks.
 """
 
 import copy
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torch_lawa.errors import StateError
 from torch_lawa.shards import local
-from torch_lawa.stores.base import Content, Snapshot
+from torch_lawa.stores.base import Content, Counters, Snapshot
 from torch_lawa.window import Window
 
 __all__ = ["Saved", "pack", "pack_slots", "pickled", "unpack"]
@@ -29,38 +29,39 @@ _LIST, _SLOTS = 1, 2  # versions
 
 @dataclass(frozen=True)
 class Saved:
-    """A state that was checked."""
+    """A state that was validated."""
 
-    counters: dict[str, Any]
+    counters: Counters
     contents: list[Content]
     dtypes: dict[str, torch.dtype]
     ties: dict[str, str]
+    excluded: tuple[str, ...]
 
 
-def pack(counters: dict[str, Any], window: Window, *, k: int) -> dict[str, Any]:
-    """Named tensors, snapshot by snapshot, so that any layout, device or store can load them."""
+def pack(counters: Counters, window: Window) -> dict[str, Any]:
+    """The list form: named tensors per snapshot, for any layout, device or store."""
     contents = window.contents()
-    dtypes = {name: dtype for name, (_, dtype) in window.averaged.signature().items()}
     return {
         "version": _LIST,
-        "k": k,
+        "k": window.k,
         "counters": counters,
         "snapshots": [
             {"index": c.snapshot.index, "step": c.snapshot.step, "tensors": dict(c.averaged)}
             for c in contents
         ],
         "kept": dict(contents[-1].kept) if contents else {},
-        "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()},
+        "dtypes": _dtype_names(window),
         "ties": dict(window.ties),
+        "excluded": list(window.excluded),
     }
 
 
-def pack_slots(counters: dict[str, Any], window: Window, *, k: int) -> dict[str, Any]:
-    """The same names whatever was collected: k slots, zeros in those that are empty."""
+def pack_slots(counters: Counters, window: Window) -> dict[str, Any]:
+    """The slots form: the same names however much was collected, with zeros in empty slots."""
     contents = window.contents()
     newest = contents[-1].kept if contents else window.kept.zeros()
     slots = [content.averaged for content in reversed(contents)]
-    slots += [window.averaged.zeros() for _ in range(k - len(slots))]
+    slots += [window.averaged.zeros() for _ in range(window.k - len(slots))]
 
     def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         parts = window.shardings
@@ -69,36 +70,43 @@ def pack_slots(counters: dict[str, Any], window: Window, *, k: int) -> dict[str,
     notes = {
         "counters": counters,
         "snapshots": [[c.snapshot.index, c.snapshot.step] for c in contents],
-        "dtypes": {
-            n: str(d).removeprefix("torch.") for n, (_, d) in window.averaged.signature().items()
-        },
+        "dtypes": _dtype_names(window),
         "ties": dict(window.ties),
+        "excluded": list(window.excluded),
     }
     return {
         "version": _SLOTS,
-        # One text: its entries come and go, and their names would be names of the checkpoint.
+        # One string: its entries vary, and separate entries would become keys of the checkpoint.
         "notes": json.dumps(notes),
         "slots": {str(age): whole(tensors) for age, tensors in enumerate(slots)},
         "kept": whole(newest),
     }
 
 
+def _dtype_names(window: Window) -> dict[str, str]:
+    signature = window.averaged.signature()
+    return {name: str(dtype).removeprefix("torch.") for name, (_, dtype) in signature.items()}
+
+
 def unpack(state: Mapping[str, Any]) -> Saved:
-    """Check a saved state from end to end; raises before anything was changed."""
+    """Validate a saved state completely; raises before anything is changed."""
     version = state.get("version") if isinstance(state, Mapping) else None
     if version not in (_LIST, _SLOTS):
         raise StateError(
-            f"this is not a saved averager, or one of another version (version {version!r}, "
-            f"expected {_LIST} or {_SLOTS}): pass what averager.state_dict() returned."
+            f"this is not the state of an averager (version {version!r}, expected {_LIST} or "
+            f"{_SLOTS}): pass what averager.state_dict() returned."
         )
     try:
         notes = state if version == _LIST else json.loads(state["notes"])
-        counters = dict(notes["counters"])
-        for key in ("num_steps", "num_collected"):
-            counters[key] = int(counters[key])
-        counters["schedule"], _ = dict(counters["schedule"]), counters["schedule_kind"]
+        counters: Counters = {
+            "num_steps": int(notes["counters"]["num_steps"]),
+            "num_collected": int(notes["counters"]["num_collected"]),
+            "schedule_kind": str(notes["counters"]["schedule_kind"]),
+            "schedule": dict(notes["counters"]["schedule"]),
+        }
         kept = {str(name): local(tensor) for name, tensor in state["kept"].items()}
         ties = {str(alias): str(name) for alias, name in notes["ties"].items()}
+        excluded = tuple(str(name) for name in notes.get("excluded", ()))
         dtypes = {str(name): _dtype(text) for name, text in notes["dtypes"].items()}
         rows = notes["snapshots"] if version == _LIST else _rows(notes["snapshots"], state["slots"])
         contents = [
@@ -107,21 +115,21 @@ def unpack(state: Mapping[str, Any]) -> Saved:
         ]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StateError(
-            f"the saved averager is damaged ({error!r}): load the checkpoint it came from again."
+            f"the saved averager state is damaged ({error!r}): load the checkpoint again."
         ) from None
     _check_tensors(contents, dtypes, kept)
-    return Saved(counters, contents, dtypes, ties)
+    return Saved(counters, contents, dtypes, ties, excluded)
 
 
-def pickled(averager: Any, options: dict[str, Any]) -> tuple[Any, ...]:
-    """What `__reduce__` returns for an averager made with these options."""
+def pickled(averager: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """What `__reduce__` returns for an averager that was made with these arguments."""
     file = io.BytesIO()
     torch.save(averager.state_dict(), file)
-    return _restored, (type(averager), copy.deepcopy(options), file.getvalue())
+    return _unpickled, (type(averager), copy.deepcopy(arguments), file.getvalue())
 
 
-def _restored(make: Callable[..., Any], options: dict[str, Any], state: bytes) -> Any:
-    averager = make(**options)
+def _unpickled(make: Callable[..., Any], arguments: dict[str, Any], state: bytes) -> Any:
+    averager = make(**arguments)
     averager.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
     return averager
 
@@ -129,16 +137,17 @@ def _restored(make: Callable[..., Any], options: dict[str, Any], state: bytes) -
 def _dtype(text: str) -> torch.dtype:
     found = getattr(torch, text)
     if not isinstance(found, torch.dtype):
-        raise TypeError(f"torch.{text} is no dtype")
+        raise TypeError(f"torch.{text} is not a dtype")
     return found
 
 
 def _rows(snapshots: list[Any], slots: Mapping[str, Mapping[str, Tensor]]) -> list[dict[str, Any]]:
-    """Slots as rows, oldest first; of more snapshots than there are slots, the newest."""
+    """Slots as rows, oldest first; the newest ones if there are more snapshots than slots."""
     if snapshots and not slots.get("0"):
         raise StateError(
-            f"{len(snapshots)} snapshots were saved and none was loaded: the averager did not know "
-            "their names. Call averager.bind(model) before torch.distributed.checkpoint.load."
+            f"{len(snapshots)} snapshots were saved, but none was loaded, since the averager did "
+            "not know their names. Call averager.bind(model) before "
+            "torch.distributed.checkpoint.load."
         )
     filled = list(enumerate(reversed(snapshots)))[: len(slots)]
     return [
@@ -158,14 +167,19 @@ def _check_tensors(
         where = f"the saved snapshot of step {content.snapshot.step}"
         if set(content.averaged) != set(dtypes):
             odd = sorted(set(content.averaged) ^ set(dtypes))[0]
-            raise StateError(f"{where} does not match the others: tensor {odd!r}.")
+            raise StateError(
+                f"{where}: tensor {odd!r} is not in all snapshots. Load the checkpoint again."
+            )
         for name, tensor in content.averaged.items():
             first = contents[0].averaged[name]
             if not isinstance(tensor, Tensor) or tensor.shape != first.shape:
-                raise StateError(f"{where}: tensor {name!r} is missing or has another shape.")
+                raise StateError(
+                    f"{where}: tensor {name!r} has another shape than in the oldest snapshot. Load "
+                    "the checkpoint again."
+                )
     for name, value in kept.items():
         if not isinstance(value, Tensor):
-            raise StateError(f"the saved averager: {name!r} is not a tensor.")
+            raise StateError(f"{name!r} in the saved averager state is not a tensor.")
     indices = [content.snapshot.index for content in contents]
     if indices != sorted(set(indices)):
-        raise StateError("the saved snapshots are out of order.")
+        raise StateError("the saved snapshots are not in order. Load the checkpoint again.")

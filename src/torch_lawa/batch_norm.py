@@ -1,4 +1,4 @@
-"""BatchNorm statistics that fit averaged weights: re-estimated from a few batches."""
+"""Re-estimates BatchNorm running statistics from a few batches, for averaged weights."""
 
 import contextlib
 import functools
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_lawa.errors import BatchNormError
-from torch_lawa.ranks.barrier import roll_call
+from torch_lawa.ranks.barrier import barrier
 from torch_lawa.shards import local
 
 if TYPE_CHECKING:
@@ -30,21 +30,21 @@ def recalibrate_batch_norm(
 ) -> int:
     """Re-estimate the running statistics of every BatchNorm layer; returns the batches used.
 
-    The mean of averaged weights never saw a batch, so its BatchNorm statistics are unknown. This
-    runs `num_batches` batches of training data (all of them by default) through the model with
-    only the BatchNorm layers in training mode and sets their statistics to the average over the
-    batches, each weighted by its size. A layer that is used several times in a pass gets the
-    average over its uses; one that is not used keeps its statistics. Modes and momenta are
-    restored; nothing else changes, and when anything fails the statistics are as they were.
-    Without BatchNorm layers it returns 0 and does not touch the loader.
+    Averaged weights were never run on a batch, so the BatchNorm statistics for them are unknown.
+    This runs `num_batches` batches of training data (all by default) through the model, with only
+    the BatchNorm layers in training mode, and sets their statistics to the average over the
+    batches, weighted by batch size. A layer that is used several times in a pass gets the average
+    over its uses; one that is not used keeps its statistics. Modes and momenta are restored. If
+    anything fails, the statistics are unchanged. Without BatchNorm layers it returns 0 and does
+    not iterate the loader.
 
     A batch may be a tensor, a tuple or list whose first item is the input, or a dict of keyword
-    arguments; tensors are moved to the model's device. For anything else give
-    `forward=lambda model, batch: ...`, which gets the batch as it is.
+    arguments; tensors are moved to the model's device. For any other batch pass
+    `forward=lambda model, batch: ...`, which gets the batch unchanged.
 
-    With several processes, give their `group` (`torch.distributed.group.WORLD` for all) and call
-    it in each of them: every process runs batches of its own, and all end with the statistics of
-    all batches. Without it each process has the statistics of its own batches.
+    With several processes, pass their `group` (`torch.distributed.group.WORLD` for all) and call
+    it in each of them with its own batches: all get the statistics over all batches. Without a
+    group each process gets the statistics over its own batches.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     >>> recalibrate_batch_norm(model, [torch.randn(8, 2) for _ in range(5)], num_batches=4)
@@ -58,7 +58,7 @@ def recalibrate_batch_norm(
     if not layers:
         return 0
     if num_batches is not None and (not isinstance(num_batches, int) or num_batches < 1):
-        raise BatchNormError(f"num_batches={num_batches}: give an int of at least one batch.")
+        raise BatchNormError(f"num_batches={num_batches}: it must be an int of at least 1.")
     call = forward if forward is not None else _forward(model)
     num_used = 0
     with torch.no_grad():
@@ -69,15 +69,15 @@ def recalibrate_batch_norm(
                 num_used += 1
         if not (num_used if group is None else seen.share(num_used, group)):
             raise BatchNormError(
-                "the loader gave no batches, so the BatchNorm statistics were left as they were. "
-                "Pass a loader that can be iterated again (not a spent iterator)."
+                "the loader gave no batches, so the BatchNorm statistics are unchanged. Pass a "
+                "loader that can be iterated again (not an exhausted iterator)."
             )
         seen.write()
     return num_used
 
 
 class _Seen:
-    """The statistics of all batches so far: float64 sums, rounded once and equal everywhere."""
+    """The statistics over all batches so far: float64 sums, rounded once, equal on all ranks."""
 
     def __init__(self, layers: list[_BatchNorm]) -> None:
         self._layers = layers
@@ -88,20 +88,20 @@ class _Seen:
             if statistic is not None
         ]
         self._lengths = [statistic.numel() for statistic in self._statistics]
-        # By value: the sums. By statistic (two a layer): how many examples they are sums over.
+        # One sum per value; one total (the number of examples) per statistic, two per layer.
         device = self._statistics[0].device
         self._sums = torch.zeros(sum(self._lengths), dtype=torch.float64, device=device)
         self._totals = torch.zeros(len(self._lengths), dtype=torch.float64)
         self._calls = torch.zeros(len(layers), dtype=torch.int64)
 
     def add(self, run: Callable[[], Any], size: int) -> None:
-        """Run one batch of `size` examples, and add what each layer saw of it."""
+        """Run one batch of `size` examples, and add each layer's statistics of it."""
         while True:
             for layer in self._layers:
                 layer.reset_running_stats()
             run()
             calls = self._count_calls()
-            # With a momentum of 1 only the last of several uses is left; without, their average.
+            # A momentum of 1 keeps the last of several uses, a momentum of None their average.
             again = [
                 layer
                 for layer, n in zip(self._layers, calls.tolist(), strict=True)
@@ -111,7 +111,7 @@ class _Seen:
                 break
             for layer in again:
                 layer.momentum = None
-        if not size:  # run all the same: other processes may wait for it
+        if not size:  # run nevertheless: other processes may wait in a collective
             return
         weights = (size * calls).double().repeat_interleave(2)
         device = self._sums.device
@@ -121,13 +121,13 @@ class _Seen:
         self._calls += calls
 
     def share(self, num_used: int, group: "ProcessGroup") -> int:
-        """Have what all processes saw; returns how many batches that was.
+        """Sum over all processes; returns the number of batches of all of them.
 
-        A process without batches counts for nothing, and takes part all the same: others wait.
+        A process without batches adds nothing, but must take part in the collective.
         """
         counts = torch.cat([self._totals, self._totals.new_tensor([num_used])])
         everything = torch.cat([self._sums, counts.to(self._sums.device)])
-        roll_call(f"recalibrate_batch_norm of {len(self._layers)} layers", group)
+        barrier(f"recalibrate_batch_norm of {len(self._layers)} layers", group)
         torch.distributed.all_reduce(everything, group=group)
         self._sums, counts = torch.split(everything, [self._sums.numel(), counts.numel()])
         *totals, everyone = counts.tolist()
@@ -135,7 +135,7 @@ class _Seen:
         return int(everyone)
 
     def write(self) -> None:
-        """Give the layers that were used their statistics."""
+        """Write the statistics into the layers that were used."""
         means = torch.split(self._sums / self._by_value(self._totals), self._lengths)
         used = self._totals.tolist()
         for statistic, mean, total in zip(self._statistics, means, used, strict=True):
@@ -146,7 +146,7 @@ class _Seen:
                 layer.num_batches_tracked.fill_(n)
 
     def _count_calls(self) -> Tensor:
-        """How often each layer was used; in one question to the device."""
+        """How often each layer was used, with one synchronisation with the device."""
         tracked = [local(layer.num_batches_tracked) for layer in self._layers]  # type: ignore[arg-type]
         return torch.stack([count.to(self._sums.device) for count in tracked]).cpu()
 
@@ -156,7 +156,7 @@ class _Seen:
 
 @contextlib.contextmanager
 def _estimating(model: nn.Module, layers: list[_BatchNorm]) -> Iterator[None]:
-    """Only `layers` in training mode, each keeping what it saw last; all undone at the end."""
+    """Only `layers` are in training mode, with a momentum of 1; restored at the end."""
     modes = [(module, module.training) for module in model.modules()]
     momenta = [layer.momentum for layer in layers]
     before = [
@@ -191,7 +191,7 @@ def _forward(model: nn.Module) -> Callable[[nn.Module, Any], Any]:
         if isinstance(batch, tuple | list) and batch and isinstance(batch[0], Tensor):
             return model(move(batch[0]))
         raise BatchNormError(
-            f"a batch of type {type(batch).__name__} cannot be passed to the model as it is: give "
+            f"a batch of type {type(batch).__name__} cannot be passed to the model directly: pass "
             "forward=lambda model, batch: model(...)."
         )
 

@@ -1,53 +1,164 @@
-"""How much each snapshot of the window counts. Pure Python: no tensors here.
+"""Coefficient rules: how much each snapshot of the window counts. Pure Python, no tensors.
 
-A rule turns a window of n snapshots into numerators and a divisor; the mean is
-`sum(numerator_i * theta_i) / divisor`. Keeping the division apart is what makes the uniform mean
-exact: the sum is, and only the one division rounds.
+A rule maps a window of n snapshots to numerators and a divisor; the mean is
+`sum(numerator_i * theta_i) / divisor`. Keeping the division separate makes the uniform mean exact:
+the sum is exact, and only the division rounds.
+
+To add a rule, decorate its class with `coefficient_rule`. Parsing, names in result files, `--help`
+and error messages follow from that one entry.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol, Self, TypeVar, get_args
 
 from torch_lawa.errors import ConfigError
 
 __all__ = [
     "Annealing",
+    "AnnealingCurve",
     "Coefficients",
-    "Curve",
     "Explicit",
     "Exponential",
     "Uniform",
     "Weights",
+    "coefficient_rule",
+    "coefficients_help",
     "name_coefficients",
     "parse_coefficients",
 ]
 
-Curve = Literal["linear", "1-sqrt", "cosine"]
+AnnealingCurve = Literal["linear", "1-sqrt", "cosine"]
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Numerators, oldest snapshot first, and the one divisor of their sum."""
+    """Numerators, oldest snapshot first, and the divisor of their weighted sum.
+
+    >>> Weights((1.0, 3.0), divisor=4.0).uniform
+    False
+    """
 
     numerators: tuple[float, ...]
     divisor: float
 
     @property
     def uniform(self) -> bool:
-        """Whether every snapshot counts the same."""
+        """Whether all snapshots count the same."""
         return all(w == 1.0 for w in self.numerators)
 
 
 class Coefficients(Protocol):
-    """A rule that weighs the snapshots of a window."""
+    """A rule that weights the snapshots of a window. Any object with this method will do.
+
+    >>> rule: Coefficients = Exponential(alpha=0.5)
+    >>> rule.weights(2)
+    Weights(numerators=(0.5, 0.5), divisor=1.0)
+    """
 
     def weights(self, n: int) -> Weights:
         """The weights of a window of `n` snapshots, oldest first."""
         ...
 
 
+class NamedCoefficients(Coefficients, Protocol):
+    """A rule that can be written as text, `name:argument`, on the command line and in files."""
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        """The rule for the text after the colon ("" if there is none); ValueError if invalid."""
+        ...
+
+    @property
+    def argument(self) -> str:
+        """The text after the colon that `parse` turns into this rule; "" for none."""
+        ...
+
+
+_Named = TypeVar("_Named", bound=NamedCoefficients)
+
+
+@dataclass(frozen=True)
+class _Registered:
+    make: type[NamedCoefficients]
+    usage: str  # the name and its argument: "exponential:ALPHA"
+    help: str
+
+
+_RULES: dict[str, _Registered] = {}
+
+
+def coefficient_rule(usage: str, help: str = "") -> Callable[[type[_Named]], type[_Named]]:
+    """Register a rule under the name that `usage` begins with, such as "exponential:ALPHA".
+
+    >>> @coefficient_rule("newest", "the newest snapshot alone")
+    ... class Newest:
+    ...     argument = ""
+    ...     @classmethod
+    ...     def parse(cls, argument):
+    ...         return cls()
+    ...     def weights(self, n):
+    ...         return Weights((0.0,) * (n - 1) + (1.0,), 1.0)
+    >>> parse_coefficients("newest").weights(3)
+    Weights(numerators=(0.0, 0.0, 1.0), divisor=1.0)
+    >>> "newest (the newest snapshot alone)" in coefficients_help()
+    True
+    >>> del _RULES["newest"]
+    """
+    name = usage.partition(":")[0]
+
+    def register(make: type[_Named]) -> type[_Named]:
+        if name in _RULES:
+            raise ConfigError(
+                f"the coefficient rule {name!r} is registered already, for "
+                f"{_RULES[name].make.__name__}: choose another name."
+            )
+        _RULES[name] = _Registered(make, usage, help)
+        return make
+
+    return register
+
+
+def coefficients_help() -> str:
+    """Every registered rule as it is typed, for `--help` texts and error messages."""
+    return "; ".join(e.usage + (f" ({e.help})" if e.help else "") for e in _RULES.values())
+
+
+def name_coefficients(rule: Coefficients) -> str:
+    """A rule as it is typed; an unregistered one by its `repr`.
+
+    >>> name_coefficients(Explicit([1, 3])), name_coefficients(Exponential(0.5))
+    ('explicit:1,3', 'exponential:0.5')
+    """
+    for name, entry in _RULES.items():
+        if isinstance(rule, entry.make):
+            return f"{name}:{rule.argument}" if rule.argument else name
+    return repr(rule)
+
+
+def parse_coefficients(text: str) -> Coefficients:
+    """The rule that `text` names.
+
+    >>> parse_coefficients("exponential:0.5"), parse_coefficients("annealing:cosine")
+    (Exponential(alpha=0.5), Annealing(curve='cosine'))
+    """
+    name, _, argument = text.strip().partition(":")
+    if name not in _RULES:
+        raise ConfigError(f"coefficients {text!r}: unknown rule; use {coefficients_help()}.")
+    entry = _RULES[name]
+    try:
+        return entry.make.parse(argument)
+    except ConfigError:
+        raise
+    except ValueError:
+        raise ConfigError(
+            f"coefficients {text!r}: {argument!r} is not a valid argument; use {entry.usage}"
+            f"{f' ({entry.help})' if entry.help else ''}."
+        ) from None
+
+
+@coefficient_rule("uniform")
 @dataclass(frozen=True)
 class Uniform:
     """The paper's LAWA: all k snapshots count the same.
@@ -56,19 +167,32 @@ class Uniform:
     Weights(numerators=(1.0, 1.0, 1.0), divisor=3.0)
     """
 
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        """`uniform` takes no argument."""
+        if argument:
+            raise ValueError(argument)
+        return cls()
+
+    @property
+    def argument(self) -> str:
+        """None."""
+        return ""
+
     def weights(self, n: int) -> Weights:
         """Ones over n."""
         return Weights((1.0,) * n, float(n))
 
 
+@coefficient_rule("exponential:ALPHA", "ALPHA is the weight of the newest snapshot")
 @dataclass(frozen=True)
 class Exponential:
     """The paper's EXP (appendix C): `ema = alpha * newest + (1 - alpha) * ema`, oldest first.
 
-    `alpha` weighs the *newest* snapshot. PyTorch's `decay` (`swa_utils.get_ema_avg_fn`) weighs the
-    *past*: `decay = 1 - alpha`, so the paper's alpha = 0.9 is a decay of 0.1, and torch's usual
-    decay of 0.999 would be alpha = 0.001. The recursion starts at the oldest snapshot of the
-    window, which therefore keeps the whole remaining weight.
+    `alpha` is the weight of the *newest* snapshot. PyTorch's `decay` (`swa_utils.get_ema_avg_fn`)
+    is the weight of the *past*: `decay = 1 - alpha`, so the paper's alpha = 0.9 is a decay of 0.1,
+    and torch's usual decay of 0.999 would be alpha = 0.001. The recursion starts at the oldest
+    snapshot of the window, which therefore has all of the remaining weight.
 
     >>> [round(w, 3) for w in Exponential(0.9).weights(3).numerators]
     [0.01, 0.09, 0.9]
@@ -80,8 +204,18 @@ class Exponential:
         if not 0.0 < self.alpha <= 1.0:
             raise ConfigError(
                 f"Exponential(alpha={self.alpha}): alpha is the weight of the newest snapshot and "
-                "must lie in (0, 1]. Coming from a torch decay, use alpha = 1 - decay."
+                "must be in (0, 1]. To convert a torch decay, use alpha = 1 - decay."
             )
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        """`exponential` or `exponential:0.9`."""
+        return cls(float(argument)) if argument else cls()
+
+    @property
+    def argument(self) -> str:
+        """alpha."""
+        return f"{self.alpha:g}"
 
     def weights(self, n: int) -> Weights:
         """`alpha (1 - alpha)^age`, and `(1 - alpha)^(n - 1)` for the oldest."""
@@ -90,9 +224,10 @@ class Exponential:
         return Weights((past ** (n - 1), *newer), 1.0)
 
 
+@coefficient_rule("explicit:W,W,...", "one weight per snapshot, oldest first")
 @dataclass(frozen=True, init=False)
 class Explicit:
-    """Weights of your own, oldest first, divided by their sum.
+    """Weights that you choose, oldest snapshot first; they are divided by their sum.
 
     A window that holds fewer snapshots uses the last (newest) weights of the list.
 
@@ -105,39 +240,53 @@ class Explicit:
     def __init__(self, values: Sequence[float]) -> None:
         numbers = tuple(float(v) for v in values)
         if not numbers:
-            raise ConfigError("Explicit([]): give one weight a snapshot, oldest first.")
+            raise ConfigError("Explicit([]): give one weight per snapshot, oldest first.")
         bad = [v for v in numbers if not math.isfinite(v)]
         if bad:
             raise ConfigError(f"Explicit: weights must be finite numbers, got {bad[0]}.")
         if numbers[-1] == 0.0:
             raise ConfigError(
-                "Explicit: the last weight belongs to the newest snapshot and is 0; leave it out "
-                "by collecting one snapshot fewer, or give it a weight."
+                "Explicit: the last weight, that of the newest snapshot, is 0. Give it a weight, "
+                "or collect one snapshot fewer and remove it from the list."
             )
         object.__setattr__(self, "values", numbers)
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        """`explicit:1,2,3`."""
+        return cls([float(part) for part in argument.split(",")])
+
+    @property
+    def argument(self) -> str:
+        """The weights."""
+        return ",".join(f"{value:g}" for value in self.values)
 
     def weights(self, n: int) -> Weights:
         """The n newest weights over their sum."""
         if n > len(self.values):
             raise ConfigError(
-                f"Explicit has {len(self.values)} weights and the window {n} snapshots: "
-                "give one weight a snapshot, oldest first."
+                f"Explicit has {len(self.values)} weights, but the window holds {n} snapshots: "
+                "give one weight per snapshot, oldest first."
             )
         chosen = self.values[len(self.values) - n :]
         divisor = math.fsum(chosen)
         if divisor == 0.0:
-            raise ConfigError(f"Explicit: the weights {chosen} sum to 0; they cannot be a mean.")
+            raise ConfigError(f"Explicit: the weights {chosen} sum to 0, so they have no mean.")
         return Weights(chosen, divisor)
 
 
+@coefficient_rule(
+    f"annealing:{'|'.join(get_args(AnnealingCurve))}",
+    "replaces a learning-rate decay of that shape",
+)
 @dataclass(frozen=True)
 class Annealing:
-    """Weights that stand in for a learning-rate decay, for snapshots taken at a constant rate.
+    """Weights that replace a learning-rate decay, for snapshots taken at a constant rate.
 
     Snapshot j is the first one plus the updates of intervals 1 to j. Scaling the updates of
     interval i by w_i, as a decaying rate would, gives a sum over snapshots with the weights
     `c_j = w_j - w_{j+1}`. The curve runs from w_0 = 1 at the oldest of the n snapshots to w_n = 0,
-    evenly spaced; `linear` is then the uniform mean.
+    evenly spaced; `linear` is therefore the uniform mean.
 
     >>> [round(w, 3) for w in Annealing("1-sqrt").weights(4).numerators]
     [0.5, 0.207, 0.159, 0.134]
@@ -145,13 +294,24 @@ class Annealing:
     True
     """
 
-    curve: Curve = "1-sqrt"
+    curve: AnnealingCurve = "1-sqrt"
 
     def __post_init__(self) -> None:
-        if self.curve not in get_args(Curve):
+        curves = get_args(AnnealingCurve)
+        if self.curve not in curves:
             raise ConfigError(
-                f"Annealing({self.curve!r}): the curve must be one of {', '.join(get_args(Curve))}."
+                f"Annealing({self.curve!r}): the curve must be one of {', '.join(curves)}."
             )
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        """`annealing` or `annealing:cosine`."""
+        return cls(argument) if argument else cls()  # type: ignore[arg-type]
+
+    @property
+    def argument(self) -> str:
+        """The curve."""
+        return self.curve
 
     def weights(self, n: int) -> Weights:
         """The drops of the curve from each snapshot to the next."""
@@ -161,49 +321,5 @@ class Annealing:
         return Weights(tuple(drops), math.fsum(drops))
 
 
-def _curve(curve: Curve, t: float) -> float:
+def _curve(curve: AnnealingCurve, t: float) -> float:
     return 1.0 - math.sqrt(t) if curve == "1-sqrt" else (1.0 + math.cos(math.pi * t)) / 2.0
-
-
-def name_coefficients(rule: Coefficients) -> str:
-    """A rule as it would be typed; a class of someone else's by its own representation.
-
-    >>> name_coefficients(Explicit([1, 3])), name_coefficients(Exponential(0.5))
-    ('explicit:1,3', 'exponential:0.5')
-    """
-    match rule:
-        case Uniform():
-            return "uniform"
-        case Exponential(alpha):
-            return f"exponential:{alpha:g}"
-        case Annealing(curve):
-            return f"annealing:{curve}"
-        case Explicit(values):
-            return "explicit:" + ",".join(f"{value:g}" for value in values)
-    return repr(rule)
-
-
-def parse_coefficients(text: str) -> Coefficients:
-    """The rule that someone typed.
-
-    >>> parse_coefficients("exponential:0.5"), parse_coefficients("annealing:cosine")
-    (Exponential(alpha=0.5), Annealing(curve='cosine'))
-    """
-    rule, _, argument = text.strip().partition(":")
-    try:
-        if rule == "uniform" and not argument:
-            return Uniform()
-        if rule == "exponential":
-            return Exponential(float(argument)) if argument else Exponential()
-        if rule == "annealing":
-            return Annealing(argument or "1-sqrt")  # type: ignore[arg-type]
-        if rule == "explicit":
-            return Explicit([float(part) for part in argument.split(",")])
-    except ConfigError:
-        raise
-    except ValueError:
-        raise ConfigError(f"coefficients {text!r}: {argument!r} is not a number.") from None
-    raise ConfigError(
-        f"coefficients {text!r}: use uniform, exponential:ALPHA (the weight of the newest), "
-        "annealing:linear|1-sqrt|cosine, or explicit:W1,W2,... (oldest first)."
-    )

@@ -1,27 +1,30 @@
-"""Raw and averaged weights, evaluated side by side, with what the averaging cost.
+"""Evaluate raw and averaged weights side by side, and record what averaging costs.
 
-One call after each epoch (or every so many steps) writes a row for the raw weights and one for
-each average that was asked for. The seconds that an average costs beyond training stand in its
-row, so that a report can charge them to it. Where BatchNorm statistics are re-estimated for the
-average, they are for the raw weights too, in a row of its own: at a high learning rate that alone
-can lower the loss a lot, and must not pass for a gain of averaging.
+One call after each epoch (or every n steps) writes one row for the raw weights and one per
+average. The seconds that an average costs on top of training are in its row, so that a report can
+charge them to it. If BatchNorm statistics are re-estimated for the average, they are re-estimated
+for the raw weights too, in a row of its own: at a high learning rate that alone can lower the loss
+a lot, and must not be counted as a gain of averaging.
 """
 
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from torch_lawa.averager import LatestWeightAverager
+from torch_lawa.averager import Averager, LatestWeightAverager
 from torch_lawa.batch_norm import recalibrate_batch_norm
 from torch_lawa.coefficients import Coefficients, name_coefficients
 from torch_lawa.errors import ConfigError
 from torch_lawa.metrics import MetricsWriter, Row
-from torch_lawa.swap import lend
+from torch_lawa.swap import swapped
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,7 +36,7 @@ BatchNormPolicy: TypeAlias = Literal["re-estimated", "copied"]
 
 def evaluate_side_by_side(
     model: nn.Module,
-    averager: LatestWeightAverager,
+    averager: Averager | Sequence[Averager],
     evaluate: Callable[[nn.Module], Mapping[str, float]],
     *,
     metrics: MetricsWriter | None = None,
@@ -45,7 +48,7 @@ def evaluate_side_by_side(
     control: bool = True,
     group: "ProcessGroup | None" = None,
 ) -> list[Row]:
-    """Evaluate a model as it is and with each average that is there; returns and writes the rows.
+    """Evaluate a model's raw weights and each average; return the rows, and write them.
 
     >>> model = nn.Linear(1, 1)
     >>> averager = LatestWeightAverager(k=2)
@@ -59,36 +62,38 @@ def evaluate_side_by_side(
     [('raw', None, 3.0), ('averaged', 2, 2.0)]
 
     The model is in evaluation mode without gradients while `evaluate` runs; modes and weights are
-    restored. While fewer than k snapshots were collected there is no row for that k, unless the
-    averager was told to average what is there.
+    restored. A window gets its row once it holds enough snapshots, any other averager once it is
+    `ready`.
 
-    A row holds the `labels`, then `weights` ("raw" or "averaged"), `k`, `coefficients`,
-    `batch_norm`, the values that `evaluate` returned, and seconds: `evaluate_seconds`; for an
-    average also `average_seconds` (the mean made, lent to the model and taken back), and
-    `batch_norm_seconds`. `batch_norm` is None for weights that were evaluated with the statistics
-    they came with.
+    A row has the `labels`, then `weights` ("raw", or the averager's `kind`: "averaged" for the
+    window), `k`, `coefficients`, `batch_norm`, the values that `evaluate` returned, and seconds:
+    `evaluate_seconds`; for an average also `average_seconds` (computing the mean, swapping it in
+    and restoring) and `batch_norm_seconds`. `batch_norm` is None if the weights were evaluated with
+    the statistics they came with. `k` and `coefficients` are None for averagers without a window.
 
     Args:
         model: The model that is being trained.
-        averager: The averager that collects its snapshots.
+        averager: What averages its weights: a `LatestWeightAverager`, any other `Averager`, or a
+            list of them to compare. Each must have a `kind` of its own.
         evaluate: Takes the model, returns named values such as `{"test_loss": 0.1}`.
         metrics: Where the rows are written.
-        labels: What every row says of this moment. Reports know `seed`, `epoch`, `step`, and the
-            seconds since the run began: `train_seconds` (spent training) and `collect_seconds`
-            (spent in `averager.collect`).
-        ks: Windows to evaluate, the averager's own by default; a pair of k and coefficients
-            weighs that window otherwise than the averager would.
+        labels: Entries of every row. Reports use `seed`, `epoch`, `step`, and the seconds since the
+            run began: `train_seconds` (spent training) and `collect_seconds` (spent in
+            `averager.collect`).
+        ks: Windows to evaluate, by default the averager's own; a pair of k and coefficients
+            replaces the averager's coefficients. Only for averagers with a window.
         batch_norm: BatchNorm statistics of an average: "re-estimated" from `loader`, "copied"
-            from the newest snapshot, or both, a row each. By default re-estimated where a loader
-            is given. A model without BatchNorm layers has one row for each k whatever is asked.
+            from the newest snapshot, or both, one row each. Default: re-estimated if a loader is
+            given. A model without BatchNorm layers gets one row per average in any case.
         loader: Batches of training data, iterated anew for each average.
-        batch_norm_batches: How many of them to use (all by default).
-        control: Evaluate the raw weights with re-estimated BatchNorm statistics too, where an
-            average is: the baseline that had the same treatment. It costs one more such pass.
-        group: The processes that re-estimate BatchNorm together, each with a loader of its own.
+        batch_norm_batches: How many of them to use (default: all).
+        control: Also evaluate the raw weights with re-estimated BatchNorm statistics if an average
+            is: the baseline with the same treatment. It costs one more such pass.
+        group: The process group that re-estimates BatchNorm together, each rank from its own
+            loader.
     """
     policies = _policies(model, batch_norm, loader)
-    averages = _averages(averager, ks)
+    averages = _averages(averager if isinstance(averager, Sequence) else [averager], ks)
     clock = _Clock(model)
     rows = []
 
@@ -102,7 +107,7 @@ def evaluate_side_by_side(
     def measure(policy: BatchNormPolicy | None) -> Mapping[str, float]:
         with clock("batch_norm"):
             if policy == "re-estimated":
-                assert loader is not None  # `_policies` saw to it
+                assert loader is not None  # checked by `_policies`
                 recalibrate_batch_norm(model, loader, batch_norm_batches, group=group)
         return evaluated()
 
@@ -111,8 +116,8 @@ def evaluate_side_by_side(
             values = evaluate(model)
         if not isinstance(values, Mapping):
             raise ConfigError(
-                f"evaluate returned a {type(values).__name__}: let it return named values, such "
-                "as {'test_loss': 0.1}."
+                f"evaluate returned a {type(values).__name__}: return a dict of named values, "
+                "such as {'test_loss': 0.1}."
             )
         return values
 
@@ -120,41 +125,77 @@ def evaluate_side_by_side(
     values = evaluated()
     note(values, clock.take(), **raw, batch_norm=None)
     if control and "re-estimated" in policies:
-        with lend(model, {}, lambda: None):  # the statistics return at the end
+        with swapped(model, {}, lambda: None):  # restores the statistics
             values = measure("re-estimated")
         note(values, clock.take(), **raw, batch_norm="re-estimated")
-    for k, rule in averages:
-        num_averaged = min(k, len(averager))
-        if num_averaged < k and not averager.ready:
-            continue
+    for average in averages:
         measured = {}
-        with contextlib.ExitStack() as lent:
+        with contextlib.ExitStack() as swap:
             with clock("average"):
-                swap = averager.swapped_into(model, num_averaged, coefficients=rule)
-                lent.enter_context(swap)
+                swap.enter_context(average.swapped_into(model))
             spent = clock.take()
-            # One swap for both; statistics that are to be copied go first, while they are there.
+            # One swap serves all policies; "copied" goes first, while those statistics are there.
             for policy in sorted(policies, key=lambda policy: policy == "re-estimated"):
                 measured[policy] = measure(policy), clock.take()
             with clock("average"):
-                lent.close()
+                swap.close()
         spent["average"] += clock.take()["average"]
-        facts = {"weights": "averaged", "k": k, "coefficients": name_coefficients(rule)}
         for policy in policies:
             values, own = measured[policy]
-            note(values, {**spent, **own}, **facts, batch_norm=policy)
+            note(values, {**spent, **own}, **average.facts, batch_norm=policy)
     return rows
 
 
+@dataclass(frozen=True)
+class _Average:
+    """One average to evaluate: how to swap it in, and what its row says of it."""
+
+    swapped_into: Callable[[nn.Module], AbstractContextManager[None]]
+    facts: dict[str, Any]
+
+
 def _averages(
-    averager: LatestWeightAverager, asked: Sequence[int | tuple[int, Coefficients]] | None
-) -> list[tuple[int, Coefficients]]:
-    own = averager.coefficients
-    pairs = [pair if isinstance(pair, tuple) else (pair, own) for pair in asked or (averager.k,)]
-    for k, _ in pairs:
+    averagers: Sequence[Averager], ks: Sequence[int | tuple[int, Coefficients]] | None
+) -> list[_Average]:
+    """The averages that can be read now."""
+    kinds = [averager.kind for averager in averagers]
+    for kind in kinds:
+        if kind == "raw" or kinds.count(kind) > 1:
+            raise ConfigError(
+                f"kind={kind!r}: rows are identified by the averager's kind, so each averager "
+                "needs one of its own, other than 'raw'."
+            )
+    found: list[_Average] = []
+    windows = 0
+    for averager in averagers:
+        if isinstance(averager, LatestWeightAverager):
+            windows += 1
+            found += _windows(averager, ks)
+        elif averager.ready:
+            facts = {"weights": averager.kind, "k": None, "coefficients": None}
+            found.append(_Average(averager.swapped_into, facts))
+    if ks is not None and not windows:
+        raise ConfigError(
+            f"ks={list(ks)}: only a LatestWeightAverager has a window to choose k of."
+        )
+    return found
+
+
+def _windows(
+    averager: LatestWeightAverager, ks: Sequence[int | tuple[int, Coefficients]] | None
+) -> Iterator[_Average]:
+    for entry in ks or (averager.k,):
+        k, rule = entry if isinstance(entry, tuple) else (entry, averager.coefficients)
         if not 1 <= k <= averager.k:
-            raise ConfigError(f"ks={list(asked or ())}: the averager's window holds {averager.k}.")
-    return pairs
+            raise ConfigError(
+                f"ks={list(ks or ())}: the averager's window holds {averager.k}, so ask for 1 to "
+                f"{averager.k}."
+            )
+        num_averaged = min(k, len(averager))
+        if num_averaged == k or averager.ready:
+            swap = partial(averager.swapped_into, k=num_averaged, coefficients=rule)
+            facts = {"weights": averager.kind, "k": k, "coefficients": name_coefficients(rule)}
+            yield _Average(swap, facts)
 
 
 def _policies(
@@ -171,8 +212,8 @@ def _policies(
         return ("copied",) if loader is None else ("re-estimated",)
     if "re-estimated" in asked and loader is None:
         raise ConfigError(
-            "BatchNorm statistics are to be re-estimated, which takes training data: pass "
-            "loader=..., or batch_norm=['copied']."
+            "batch_norm='re-estimated' needs training data: pass loader=..., or choose "
+            "batch_norm=['copied']."
         )
     return asked
 
@@ -190,7 +231,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class _Clock:
-    """Adds up the seconds of each act; work queued on a GPU is waited for, so that it counts."""
+    """Adds up the seconds of each act; synchronises with GPUs, so that queued work counts."""
 
     def __init__(self, model: nn.Module) -> None:
         devices = {p.device for p in model.parameters()}

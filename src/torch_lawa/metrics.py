@@ -1,7 +1,7 @@
-"""One file of metrics: a JSON object a line, appended and flushed as the run goes.
+"""The metrics file: one JSON object per line, appended and flushed during the run.
 
-Every table, figure and page is made from such files alone, so what is not in a row is not known.
-Pure Python: reading a run must not cost an import of PyTorch.
+Every table, figure and page is made from such files alone. Pure Python: reading a run does not
+import PyTorch.
 """
 
 import json
@@ -19,10 +19,10 @@ Row: TypeAlias = dict[str, Any]
 
 
 class MetricsWriter:
-    """Appends rows to a metrics file; each is whole in the file when `write` returns.
+    """Appends rows to a metrics file; each is completely written when `write` returns.
 
-    A half last line, left by a run that was killed, is cut off before the first new row. A number
-    that is not finite is written as null, so that any JSON reader can take the file.
+    An incomplete last line, left by a run that was killed, is removed before the first new row.
+    Numbers that are not finite are written as null, so that any JSON reader can read the file.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -36,10 +36,10 @@ class MetricsWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Unbuffered, so that a row is one write to the system and there is nothing left to flush.
+        # Unbuffered, so that a row is one system call and there is nothing to flush.
         self._file = path.open("ab", buffering=0)
         try:
-            _cut_half_line(path)
+            _remove_incomplete_line(path)
         except BaseException:
             self._file.close()
             raise
@@ -52,7 +52,7 @@ class MetricsWriter:
             rest = rest[self._file.write(rest) :]
 
     def close(self) -> None:
-        """Close the file; it can be opened again to go on."""
+        """Close the file; a new writer can continue it."""
         self._file.close()
 
     def __enter__(self) -> "MetricsWriter":
@@ -68,7 +68,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Every row of a metrics file; a half last line, left by a killed run, is ignored."""
+    """Every row of a metrics file; an incomplete last line, left by a killed run, is ignored."""
     *lines, last = path.read_bytes().split(b"\n")
     rows = []
     for number, line in enumerate(lines, start=1):
@@ -77,10 +77,10 @@ def read_metrics(path: Path) -> list[Row]:
         except ValueError as error:
             raise FormatError(
                 f"{path}, line {number}: not a row of metrics ({error}). Every line must be one "
-                "JSON object; remove or repair this one."
+                "JSON object; remove or repair this line."
             ) from None
-    # What follows the last line feed is nothing, or a row whose writing did not finish.
-    if last and (row := _whole(last)) is not None:
+    # After the last line feed there is nothing, or a row that was not written completely.
+    if last and (row := _parsed(last)) is not None:
         rows.append(row)
     return rows
 
@@ -92,20 +92,20 @@ def _parse(line: bytes) -> Row:
     return row
 
 
-def _whole(line: bytes) -> Row | None:
+def _parsed(line: bytes) -> Row | None:
     try:
         return _parse(line)
     except ValueError:
         return None
 
 
-def _cut_half_line(path: Path) -> None:
+def _remove_incomplete_line(path: Path) -> None:
     with path.open("r+b") as file:
         content = file.read()
         end = content.rfind(b"\n") + 1
         if end == len(content):
             return
-        if _whole(content[end:]) is None:
+        if _parsed(content[end:]) is None:
             file.truncate(end)
         else:  # only its line feed is missing
             file.write(b"\n")

@@ -1,138 +1,244 @@
-"""When `averager.step(model)` takes a snapshot. Pure Python, a few counters, fully resumable.
+"""When a snapshot is due: one decision for `averager.step`, every integration and the lab.
 
-A schedule counts the calls of `step`. Call it after every optimizer step and the unit is steps
-(the paper's nu); call it after every epoch and the unit is epochs; call it after every validation
-and the unit is validations.
+A schedule is asked with the *step*: how many units of training are complete, counted from 1. The
+caller chooses the unit (optimizer steps, epochs, validations), so a resumed run asks the same
+questions as an uninterrupted one. What does not follow from the step, such as the best loss so
+far, is the schedule's state: plain numbers that are saved and loaded with the averager. Whoever
+keeps a schedule keeps a copy (`copy.deepcopy`), so one object may configure several averagers.
+
+To add a schedule, write one dataclass and register it. Its fields are its options and fields with
+`init=False` are its state; saving, text form, name and help follow from them:
+
+    @register_schedule("doubling", "at FIRST, then whenever the step has doubled")
+    @dataclass
+    class Doubling(Schedule):
+        first: int = 1
+        last: int = field(default=0, init=False)
+
+        def due(self, step, loss=None):
+            if step < max(self.first, 2 * self.last):
+                return False
+            self.last = step
+            return True
 """
 
+import abc
+import copy
+import dataclasses
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, TypeVar
 
 from torch_lawa.errors import ConfigError, StateError
 
-__all__ = ["Every", "OnPlateau", "Schedule"]
+__all__ = [
+    "SCHEDULES",
+    "Every",
+    "OnPlateau",
+    "RegisteredSchedule",
+    "Schedule",
+    "check_start",
+    "name_schedule",
+    "parse_schedule",
+    "register_schedule",
+    "resolve_start",
+    "schedules_help",
+]
 
 
-class Schedule(Protocol):
-    """Decides, call by call, whether to take a snapshot."""
+class Schedule(abc.ABC):
+    """Decides at which steps a snapshot is taken. A subclass is a dataclass with a `due` method."""
 
-    def due(self, loss: float | None) -> bool:
-        """Count one call and say whether a snapshot is due."""
-        ...
+    needs_loss: ClassVar[bool] = False
+    """Whether `due` needs the validation loss; the integrations then ask after each validation."""
 
-    def expected(self) -> int | None:
-        """How many snapshots the whole run will give, where that is known."""
-        ...
+    total: int | None = None
+    """How many steps the run has, where the schedule was given that."""
+
+    @abc.abstractmethod
+    def due(self, step: int, loss: float | None = None) -> bool:
+        """Whether a snapshot is due now that `step` units are complete; asked once per step.
+
+        Steps increase. Some may be left out: an integration may ask only when it saves.
+        """
+
+    def expected(self, steps: Iterable[int] | None = None) -> int | None:
+        """How many snapshots a run gives that asks at `steps`; None if nobody can know.
+
+        By default these are all the steps of a run of `total` steps.
+        """
+        if steps is None and self.total is not None:
+            steps = range(1, self.total + 1)
+        if steps is None or self.needs_loss:
+            return None
+        trial = copy.deepcopy(self)
+        return sum(trial.due(step) for step in steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters, as plain numbers."""
-        ...
+        """The fields with `init=False`: plain numbers."""
+        return {each.name: getattr(self, each.name) for each in _fields(self) if not each.init}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from saved counters."""
-        ...
+        """Continue from a saved state; nothing changes if it is that of another schedule."""
+        found = {}
+        for name, own in self.state_dict().items():
+            try:
+                found[name] = (
+                    type(own)(state[name]) if isinstance(own, int | float) else state[name]
+                )
+            except (KeyError, TypeError, ValueError):
+                raise StateError(
+                    f"the saved schedule has no usable {name!r}, which {type(self).__name__} needs:"
+                    " it was saved with another schedule. Build the averager with that one."
+                ) from None
+        for name, value in found.items():
+            setattr(self, name, value)
 
 
-def _positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+@dataclass(frozen=True)
+class RegisteredSchedule:
+    """One entry of `SCHEDULES`."""
+
+    name: str
+    make: type[Schedule]
+    help: str
+
+    @property
+    def usage(self) -> str:
+        """How it is written, such as `every:N,start=START,total=TOTAL`."""
+        options = [each.name for each in _fields(self.make) if each.init]
+        parts = [
+            f"{option}={option.upper()}" if i else option.upper()
+            for i, option in enumerate(options)
+        ]
+        return ":".join(filter(None, (self.name, ",".join(parts))))
 
 
-def _first_call(start: int | float, total: int | None, where: str) -> int:
-    """The number of calls to leave out, from a count or a fraction of the run."""
-    if total is not None and not _positive(total):
-        raise ConfigError(f"{where}: total={total!r} must be a positive number of calls.")
-    if isinstance(start, float):
-        if not 0.0 <= start < 1.0:
-            raise ConfigError(
-                f"{where}: start={start} as a fraction of the run must lie in [0, 1); "
-                "for a number of calls give an int."
-            )
-        if total is None:
-            raise ConfigError(
-                f"{where}: start={start} is a fraction of the run, so say how long the run is: "
-                "total=NUMBER_OF_CALLS."
-            )
-        return math.ceil(start * total)
-    if isinstance(start, bool) or not isinstance(start, int):
-        raise ConfigError(
-            f"{where}: start={start!r} must be a number of calls (an int) or a fraction of the run "
-            "(a float)."
-        )
-    if start < 0:
-        raise ConfigError(f"{where}: start={start} must not be negative.")
-    if total is not None and start >= total:
-        raise ConfigError(
-            f"{where}: start={start} is not before the end of the run (total={total}), so nothing "
-            "would ever be collected; lower start."
-        )
-    return start
+SCHEDULES: dict[str, RegisteredSchedule] = {}
+"""Every schedule that can be written as text, by name."""
+
+_Class = TypeVar("_Class", bound=type[Schedule])
 
 
+def register_schedule(name: str, help: str) -> Callable[[_Class], _Class]:
+    """Class decorator: adds a dataclass to `SCHEDULES`, so that `parse_schedule` finds it."""
+    if name in SCHEDULES:
+        raise ConfigError(f"a schedule named {name!r} is registered already: choose another name.")
+
+    def register(make: _Class) -> _Class:
+        SCHEDULES[name] = RegisteredSchedule(name, make, help)
+        return make
+
+    return register
+
+
+def parse_schedule(text: str) -> Schedule:
+    """The schedule that `text` describes: a registered name, a colon, and its options.
+
+    >>> parse_schedule("every:10,start=100")
+    Every(n=10, start=100, total=None)
+    """
+    name, _, arguments = text.strip().partition(":")
+    if name not in SCHEDULES:
+        raise ConfigError(f"schedule {text!r}: use one of\n{schedules_help()}")
+    positional: list[Any] = []
+    named: dict[str, Any] = {}
+    for part in filter(None, arguments.split(",")):
+        key, equals, value = part.strip().partition("=")
+        if equals:
+            named[key] = _number(value)
+        else:
+            positional.append(_number(key))
+    try:
+        return SCHEDULES[name].make(*positional, **named)
+    except TypeError:
+        usage = SCHEDULES[name].usage
+        raise ConfigError(f"schedule {text!r}: write it like {usage}, with numbers.") from None
+
+
+def name_schedule(schedule: Schedule) -> str:
+    """A schedule as `parse_schedule` reads it; one that is not registered by its repr.
+
+    >>> name_schedule(Every(10, start=100)), name_schedule(OnPlateau())
+    ('every:10,start=100', 'plateau')
+    """
+    name = next((n for n, known in SCHEDULES.items() if known.make is type(schedule)), None)
+    if name is None:
+        return repr(schedule)
+    parts = [
+        f"{each.name}={value}" if i else str(value)
+        for i, each in enumerate(each for each in _fields(schedule) if each.init)
+        if (value := getattr(schedule, each.name)) != each.default
+    ]
+    return ":".join(filter(None, (name, ",".join(parts))))
+
+
+def schedules_help() -> str:
+    """One line per registered schedule: how it is written, and what it does."""
+    return "\n".join(f"{known.usage}: {known.help}" for known in SCHEDULES.values())
+
+
+@register_schedule("every", "every N steps, after the first START (or that fraction of TOTAL)")
 @dataclass
-class Every:
-    """A snapshot every `n` calls, the first `start` calls left out.
+class Every(Schedule):
+    """A snapshot every `n` steps, after the first `start` steps.
 
-    `start` is a number of calls, or a fraction of `total` when it is a float: the first, wild
-    phase of training, where averaging hurts.
+    `start` is a number of steps, or a fraction of `total` if it is a float: the early phase of
+    training, where averaging hurts.
 
     >>> schedule = Every(2, start=3)
-    >>> [schedule.due(None) for _ in range(8)]
-    [False, False, False, False, True, False, True, False]
+    >>> [step for step in range(1, 10) if schedule.due(step)]
+    [5, 7, 9]
     """
 
     n: int = 1
     start: int | float = field(default=0, kw_only=True)
     total: int | None = field(default=None, kw_only=True)
-    num_calls: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         if not _positive(self.n):
-            raise ConfigError(f"Every({self.n!r}): n must be a positive number of calls.")
-        self._first = _first_call(self.start, self.total, f"Every({self.n})")
+            raise ConfigError(f"Every({self.n!r}): n must be a positive number of steps.")
+        self._first = resolve_start(self.start, self.total, f"Every({self.n})")
         if self.expected() == 0:
             raise ConfigError(
-                f"Every({self.n}, start={self.start}): a run of {self.total} calls ends before the "
+                f"Every({self.n}, start={self.start}): a run of {self.total} steps ends before the "
                 "first snapshot; lower n or start."
             )
 
-    def due(self, loss: float | None) -> bool:
-        """Whether this call is the n-th since the start or since the last one due."""
-        self.num_calls += 1
-        since = self.num_calls - self._first
+    def due(self, step: int, loss: float | None = None) -> bool:
+        """Whether `step` is n, 2n, 3n, ... steps after the start."""
+        since = step - self._first
         return since > 0 and since % self.n == 0
 
-    def expected(self) -> int | None:
-        """The number of snapshots in a run of `total` calls."""
-        return None if self.total is None else (self.total - self._first) // self.n
-
-    def state_dict(self) -> dict[str, Any]:
-        """The one counter."""
-        return {"num_calls": self.num_calls}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved counter."""
-        self.num_calls = int(_entry(state, "num_calls", "Every"))
+    def expected(self, steps: Iterable[int] | None = None) -> int | None:
+        """As for any schedule, without counting through the steps where `total` is enough."""
+        if steps is None and self.total is not None:
+            return (self.total - self._first) // self.n
+        return super().expected(steps)
 
 
+@register_schedule("plateau", "when the loss has not improved by MIN_DELTA for PATIENCE steps")
 @dataclass
-class OnPlateau:
-    """A snapshot whenever the validation loss has not improved for `patience` calls.
+class OnPlateau(Schedule):
+    """A snapshot whenever the validation loss has not improved for `patience` validations.
 
     Call `averager.step(model, loss=validation_loss)` after every validation. An improvement is a
-    loss below the best one by more than `min_delta`. A loss that is NaN or infinite, of a run that
-    diverged, never takes a snapshot.
+    loss below the best one by more than `min_delta`. A loss that is NaN or infinite, from a run
+    that diverged, never takes a snapshot.
 
     >>> schedule = OnPlateau()
-    >>> [schedule.due(loss) for loss in (3.0, 2.0, 2.5, 2.0, 1.0)]
+    >>> losses = (3.0, 2.0, 2.5, 2.0, 1.0)
+    >>> [schedule.due(step, loss) for step, loss in enumerate(losses, 1)]
     [False, False, True, True, False]
     """
+
+    needs_loss: ClassVar[bool] = True
 
     patience: int = 1
     min_delta: float = 0.0
     start: int | float = field(default=0, kw_only=True)
     total: int | None = field(default=None, kw_only=True)
-    num_calls: int = field(default=0, init=False)
     best: float = field(default=math.inf, init=False)
     num_waited: int = field(default=0, init=False)
 
@@ -145,46 +251,78 @@ class OnPlateau:
             raise ConfigError(
                 f"OnPlateau(min_delta={self.min_delta}): min_delta must not be negative."
             )
-        self._first = _first_call(self.start, self.total, "OnPlateau")
+        self._first = resolve_start(self.start, self.total, "OnPlateau")
 
-    def due(self, loss: float | None) -> bool:
+    def due(self, step: int, loss: float | None = None) -> bool:
         """Whether the loss has now failed to improve `patience` times in a row."""
         if loss is None:
             raise ConfigError(
                 "OnPlateau needs the validation loss: call averager.step(model, loss=...)."
             )
-        self.num_calls += 1
         if not math.isfinite(loss):
             return False
         if loss < self.best - self.min_delta:
             self.best, self.num_waited = float(loss), 0
             return False
         self.num_waited += 1
-        if self.num_waited < self.patience or self.num_calls <= self._first:
+        if self.num_waited < self.patience or step <= self._first:
             return False
         self.num_waited = 0
         return True
 
-    def expected(self) -> int | None:
-        """Nobody knows beforehand."""
-        return None
 
-    def state_dict(self) -> dict[str, Any]:
-        """The counters and the best loss."""
-        return {"num_calls": self.num_calls, "best": self.best, "num_waited": self.num_waited}
+def check_start(start: object, where: str) -> None:
+    """Refuse what is neither a number of steps nor a fraction of the run."""
+    if isinstance(start, bool) or not isinstance(start, int | float):
+        raise ConfigError(
+            f"{where}: start={start!r} must be a number of steps (an int) or a fraction of the run "
+            "(a float)."
+        )
+    if isinstance(start, float) and not 0.0 <= start < 1.0:
+        raise ConfigError(
+            f"{where}: start={start} as a fraction of the run must be in [0, 1); for a number of "
+            "steps give an int."
+        )
+    if start < 0:
+        raise ConfigError(f"{where}: start={start} must not be negative.")
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from saved counters."""
-        self.num_calls = int(_entry(state, "num_calls", "OnPlateau"))
-        self.best = float(_entry(state, "best", "OnPlateau"))
-        self.num_waited = int(_entry(state, "num_waited", "OnPlateau"))
+
+def resolve_start(start: int | float, total: int | None, where: str) -> int:
+    """The number of steps to leave out, from that number or a fraction of the run.
+
+    >>> resolve_start(0.25, 10, "Every(1)")
+    3
+    """
+    check_start(start, where)
+    if total is not None and not _positive(total):
+        raise ConfigError(f"{where}: total={total!r} must be a positive number of steps.")
+    if isinstance(start, float):
+        if total is None:
+            raise ConfigError(
+                f"{where}: start={start} is a fraction of the run, so give the length of the run: "
+                "total=NUMBER_OF_STEPS."
+            )
+        return math.ceil(start * total)
+    if total is not None and start >= total:
+        raise ConfigError(
+            f"{where}: start={start} is not before the end of the run (total={total}), so nothing "
+            "would ever be collected; lower start."
+        )
+    return start
 
 
-def _entry(state: dict[str, Any], key: str, where: str) -> Any:
-    try:
-        return state[key]
-    except KeyError:
-        raise StateError(
-            f"the saved schedule has no {key!r}, which {where} needs: it was saved with another "
-            "schedule. Build the averager with the schedule it was saved with."
-        ) from None
+def _fields(schedule: Schedule | type[Schedule]) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(schedule) if dataclasses.is_dataclass(schedule) else ()
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

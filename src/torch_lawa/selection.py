@@ -1,12 +1,14 @@
-"""Which tensors of a model are averaged, which are taken from the newest snapshot, and their names.
+"""Which tensors of a model are averaged, which come from the newest snapshot, and their names.
 
-Names are canonical: what DDP, `torch.compile` and activation checkpointing put in front never
-leaks. Tied weights have one name here, and the others are remembered as ties. Of a sharded tensor
-only the part that lies in this process is seen.
+Names are canonical, without the prefixes of DDP, `torch.compile` and activation checkpointing. Tied
+weights appear once, under their first name; the other names are recorded as ties. A sharded tensor
+is represented by its local shard.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Literal
 from weakref import ref
 
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torch_lawa.errors import LayoutError
+from torch_lawa.errors import ConfigError, LayoutError
 from torch_lawa.shards import Sharding, is_fsdp, is_sharded, local, reshard, sharding_of
 
 __all__ = [
@@ -30,7 +32,7 @@ __all__ = [
 BufferRule = Literal["newest", "average"]
 FrozenRule = Literal["keep", "omit"]
 
-# Wrapper classes of PyTorch and the one attribute under which each holds the real module.
+# Wrapper classes of PyTorch and the attribute under which each holds the wrapped module.
 _WRAPPERS = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
@@ -39,32 +41,33 @@ _WRAPPERS = {
 }
 _wrapper_attributes: dict[type[nn.Module], str | None] = {}
 
-# What must not have changed for a tensor to be the one seen before. Its layout may: copying goes
-# by position.
+# What must be unchanged for a tensor to count as the one seen before. Its strides may change:
+# copying goes by position.
 _Seen = tuple["ref[Tensor]", int, torch.Size, torch.dtype, bool]
 
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The live tensors of one model, each once, by what happens to them."""
+    """The live tensors of one model, each once, by their rule."""
 
     averaged: dict[str, Tensor]
-    kept: dict[str, Tensor]  # taken from the newest snapshot: integers, booleans, buffers, frozen
-    omitted: dict[str, Tensor]  # frozen, and not wanted at all
-    ties: dict[str, str]  # another name of a tensor -> the name it has above
-    shardings: dict[str, Sharding]  # what a tensor above is a part of, where it is one
-    known: bool = False  # whether these are the tensors, unchanged, of the selection before
+    kept: dict[str, Tensor]  # from the newest snapshot: integers, buffers, frozen, excluded
+    omitted: dict[str, Tensor]  # frozen, and not collected at all
+    ties: dict[str, str]  # another name of a tensor -> its name above
+    shardings: dict[str, Sharding]  # what the sharded tensors above are shards of
+    excluded: tuple[str, ...]  # those of the kept that are floating-point, but excluded by name
+    version: int  # the same as long as the selector sees the same, unchanged tensors
 
     def all(self) -> dict[str, Tensor]:
-        """Every tensor, whatever its rule."""
+        """Every tensor, of any rule."""
         return {**self.averaged, **self.kept, **self.omitted}
 
 
 class Selector:
     """Sorts the tensors of a module, or of a state dict, by their rule.
 
-    It remembers what the last model looked like, without holding on to its tensors, so that the
-    usual case (the same model again) costs one quick walk.
+    It remembers the last model, without keeping its tensors alive, so that the usual case (the same
+    model again) costs one quick traversal.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     >>> chosen = Selector()(model)
@@ -72,20 +75,28 @@ class Selector:
     (['0.weight', '0.bias', '1.weight', '1.bias'], ['1.running_mean', '1.running_var'])
     """
 
-    def __init__(self, *, buffers: BufferRule = "newest", frozen: FrozenRule = "keep") -> None:
-        self._buffers, self._frozen = buffers, frozen
+    def __init__(
+        self,
+        *,
+        buffers: BufferRule = "newest",
+        frozen: FrozenRule = "keep",
+        include: str | Sequence[str] = (),
+        exclude: str | Sequence[str] = (),
+    ) -> None:
+        self.buffers, self.frozen = buffers, frozen
+        self.include, self.exclude = _patterns("include", include), _patterns("exclude", exclude)
         self._seen: list[_Seen] | None = None
-        self._places: list[dict[str, int]] = []
+        self._version = 0  # counts how often the tensors were sorted
+        self._positions: list[dict[str, int]] = []
         self._ties: dict[str, str] = {}
         self._shardings: dict[str, Sharding] = {}
+        self._excluded: tuple[str, ...] = ()
 
     def __call__(self, source: nn.Module | Mapping[str, Tensor]) -> Selection:
         """The selection of one model."""
-        known = False
         if isinstance(source, nn.Module):
             tensors = [local(tensor) for tensor in _tensors(source)]
-            known = _unchanged(tensors, self._seen)
-            if not known:
+            if not _unchanged(tensors, self._seen):
                 self._sort(list(_of_module(source)))
                 self._seen = [_note(tensor) for tensor in tensors]
         elif isinstance(source, Mapping):
@@ -98,42 +109,87 @@ class Selector:
                 "itself or model.state_dict()."
             )
         averaged, kept, omitted = (
-            {name: tensors[i] for name, i in places.items()} for places in self._places
+            {name: tensors[i] for name, i in positions.items()} for positions in self._positions
         )
-        return Selection(averaged, kept, omitted, self._ties, self._shardings, known)
+        ties, shardings = self._ties, self._shardings
+        return Selection(averaged, kept, omitted, ties, shardings, self._excluded, self._version)
 
     def _sort(self, walked: list[tuple[str, Tensor, str]]) -> None:
         self._seen = None
+        self._version += 1
         averaged: dict[str, int] = {}
         kept: dict[str, int] = {}
         omitted: dict[str, int] = {}
+        excluded: list[str] = []
         ties: dict[str, str] = {}
-        seen: dict[object, str] = {}
-        for i, (name, tensor, kind) in enumerate(walked):
+        names: dict[object, list[str]] = {}  # the names of each tensor: more than one if tied
+        identities = []
+        for name, tensor, _ in walked:
             _check(name, tensor)
-            first = seen.setdefault(_identity(tensor), name)
+            identities.append(_identity(tensor))
+            names.setdefault(identities[-1], []).append(name)
+        self._check_patterns([name for name, _, _ in walked])
+        for i, (name, tensor, kind) in enumerate(walked):
+            first, *others = names[identities[i]]
             if first != name:
                 ties[name] = first
                 continue
             inexact = tensor.is_floating_point() or tensor.is_complex()
-            if inexact and (kind == "trained" or (kind == "buffer" and self._buffers == "average")):
+            left_out = inexact and not self._included([first, *others])
+            if left_out:
+                excluded.append(name)
+            trained = kind == "trained" or (kind == "buffer" and self.buffers == "average")
+            if inexact and trained and not left_out:
                 averaged[name] = i
-            elif kind == "frozen" and self._frozen == "omit":
+            elif kind == "frozen" and self.frozen == "omit":
                 omitted[name] = i
             else:
                 kept[name] = i
         if not averaged:
             raise LayoutError(
-                "there is nothing to average: the model has no trainable floating-point tensors. "
+                "there is nothing to average: the model has no trainable floating-point tensors"
+                f"{' that include and exclude select' if self.include or self.exclude else ''}. "
                 "Pass the module that is being trained, or a state dict with its weights."
             )
-        self._places, self._ties = [averaged, kept, omitted], ties
+        self._excluded = tuple(excluded)
+        self._positions, self._ties = [averaged, kept, omitted], ties
         shardings = {name: sharding_of(walked[i][1]) for name, i in (averaged | kept).items()}
         self._shardings = {name: found for name, found in shardings.items() if found is not None}
 
+    def _included(self, names: Sequence[str]) -> bool:
+        """Whether the patterns select a tensor with these names, any of which may match."""
+        if self.include and not _any_match(names, self.include):
+            return False
+        return not _any_match(names, self.exclude)
+
+    def _check_patterns(self, names: Sequence[str]) -> None:
+        """Raise for a pattern that matches no tensor: most likely it is misspelled."""
+        for option, patterns in (("include", self.include), ("exclude", self.exclude)):
+            for pattern in patterns:
+                if not _any_match(names, [pattern]):
+                    near = get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.0)
+                    raise ConfigError(
+                        f"{option}={pattern!r}: no tensor of the model has a name that matches; "
+                        f"the nearest are {', '.join(map(repr, near))}."
+                    )
+
+
+def _patterns(option: str, given: str | Sequence[str]) -> tuple[str, ...]:
+    patterns = (given,) if isinstance(given, str) else tuple(given)
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not pattern:
+            raise ConfigError(
+                f"{option}={given!r}: give name patterns, such as {option}=['*.embed.*']."
+            )
+    return patterns
+
+
+def _any_match(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
 
 def live_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Canonical name -> live tensor (of a sharded one the part here), ties under one name only."""
+    """Canonical name -> live tensor (or its local shard); tied tensors once."""
     reshard(model)
     found: dict[object, tuple[str, Tensor]] = {}
     for name, tensor, _ in _of_module(model):
@@ -143,7 +199,7 @@ def live_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def write_into(target: Tensor, source: Tensor) -> None:
-    """`target.copy_(source)`, also where `target` repeats its memory (an expanded buffer)."""
+    """`target.copy_(source)`, also for a `target` whose memory overlaps (an expanded buffer)."""
     for dim, stride in enumerate(target.stride()):
         if stride == 0 and target.shape[dim] > 1:
             target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
@@ -163,7 +219,7 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
 
 
 def _wrapper_attribute(cls: type[nn.Module]) -> str | None:
-    """By name, since importing the wrappers would load half of PyTorch."""
+    """By name, since importing the wrappers loads half of PyTorch."""
     if cls not in _wrapper_attributes:
         names = (c.__name__ for c in cls.__mro__ if c.__module__.startswith("torch."))
         _wrapper_attributes[cls] = next((_WRAPPERS[n] for n in names if n in _WRAPPERS), None)
@@ -187,7 +243,7 @@ def _of_module(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tenso
 def _tensors(module: nn.Module) -> list[Tensor]:
     """The tensors of `_of_module` in the same order, without the cost of their names.
 
-    Gathered parameters of FSDP2 are let go on the way, see `reshard`.
+    Frees gathered parameters of FSDP2 on the way: see `reshard`.
     """
     found: list[Tensor | None] = []
     todo: list[nn.Module | None] = [module]
@@ -214,9 +270,9 @@ def _note(tensor: Tensor) -> _Seen:
 
 
 def _unchanged(tensors: list[Tensor], seen: list[_Seen] | None) -> bool:
-    """Whether every tensor is the one seen before: not replaced, moved, reshaped, (un)frozen.
+    """Whether every tensor is the one seen before: not replaced, moved, reshaped or (un)frozen.
 
-    The dtype is asked as well: where a model was converted twice, memory may be that of before.
+    The dtype is compared too: a model that was converted twice may have its old memory again.
     """
     if seen is None or len(tensors) != len(seen):
         return False
@@ -243,10 +299,10 @@ def _of_mapping(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]
 
 
 def _identity(tensor: Tensor) -> object:
-    """Equal for tensors that are the same memory seen the same way.
+    """Equal for tensors that view the same memory in the same way.
 
-    A sharded tensor is known by itself: its part here may be empty, and must have the same names
-    in every process.
+    A sharded tensor is identified by its DTensor: its local shard may be empty, and ties must be
+    the same on every rank.
     """
     if is_sharded(tensor) or tensor.numel() == 0:
         return id(tensor)

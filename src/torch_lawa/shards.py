@@ -1,9 +1,10 @@
-"""Tensors that are sharded over processes: the part that lies here, and what it is a part of.
+"""Sharded tensors: the local shard, and what it is a shard of.
 
-Averaging is elementwise, so a shard is averaged where it lies and nobody is asked. DTensors of any
-placement are seen as their local tensors; only what is given back to the user is a DTensor again.
+Averaging is elementwise, so each rank averages its shards without communication. DTensors of any
+placement are handled as their local tensors; only what is returned to the user is a DTensor again.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 __all__ = [
     "Sharding",
+    "fingerprint",
     "is_fsdp",
     "is_sharded",
     "is_sharded_model",
@@ -24,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Sharding:
-    """What a local tensor is a part of: mesh, placements, and the whole tensor's shape."""
+    """What a local tensor is a shard of: mesh, placements, and the whole tensor's shape."""
 
     mesh: Any
     placements: tuple[Any, ...]
@@ -32,19 +34,19 @@ class Sharding:
     stride: tuple[int, ...]
 
     def whole(self, part: Tensor) -> Tensor:
-        """The DTensor whose local part this is; nothing is copied, moved or sent.
+        """The DTensor whose local shard this is; nothing is copied, moved or sent.
 
-        Not `DTensor.from_local`, which would move a part that lies in host memory to the device of
-        the mesh.
+        Not by `DTensor.from_local`, which would move a shard in host memory to the device of the
+        mesh.
         """
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
         from torch.utils.dlpack import from_dlpack
 
         if part.storage_offset():
-            # The same memory as a storage of its own: `dcp.async_save` takes a DTensor whose part
-            # lies further inside a storage for a plain tensor, and fails.
-            # Types of one byte (float8) cannot all be shared that way; they are copied.
+            # The same memory as a storage of its own: `dcp.async_save` treats a DTensor whose shard
+            # has a storage offset as a plain tensor, and fails.
+            # Not all one-byte dtypes (float8) can be shared this way; they are copied.
             shared = part.numel() and part.dtype.itemsize > 1
             part = from_dlpack(part) if shared else part.clone()
         meta = TensorMeta(self.shape, self.stride, part.dtype)
@@ -53,7 +55,7 @@ class Sharding:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor; told by its mesh, since importing the class takes half a second."""
+    """Whether it is a DTensor; judged by its mesh, since importing the class takes 0.5 s."""
     return hasattr(tensor, "device_mesh")
 
 
@@ -64,9 +66,9 @@ def is_sharded_model(model: nn.Module | Mapping[str, Tensor]) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that lies in this process; any other tensor itself.
+    """The local shard of a DTensor; any other tensor itself.
 
-    The very tensor inside, not `to_local()`: that makes a view for autograd, and waits.
+    The tensor inside the DTensor, not `to_local()`: that makes a view for autograd, and waits.
     """
     if is_sharded(tensor):
         return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
@@ -74,20 +76,35 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def sharding_of(tensor: Tensor) -> Sharding | None:
-    """How a DTensor is sharded, None for any other tensor."""
+    """How a DTensor is sharded; None for any other tensor."""
     if not is_sharded(tensor):
         return None
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
     return Sharding(mesh, tuple(placements), tensor.shape, tuple(tensor.stride()))
 
 
+def fingerprint(shardings: Mapping[str, Sharding]) -> str:
+    """A digest of which shard of each tensor this rank holds; "" if nothing is split.
+
+    Two ranks may hold different shards of the same shapes: only this tells them apart.
+    """
+    parts = []
+    for name, sharding in sorted(shardings.items()):
+        mesh = sharding.mesh
+        dims = zip(sharding.placements, mesh.get_coordinate() or (), mesh.shape, strict=False)
+        cut = [(repr(placement), at, size) for placement, at, size in dims if size > 1]
+        if cut:
+            parts.append((name, tuple(sharding.shape), cut))
+    return hashlib.sha256(repr(parts).encode()).hexdigest() if parts else ""
+
+
 _fsdp: dict[type[nn.Module], bool] = {}
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of gathered parameters of FSDP2, so that the shards are what the model has.
+    """Free the gathered parameters of FSDP2, so that the model's parameters are the shards.
 
-    After a forward pass without a backward one, `fully_shard` keeps some modules gathered: their
+    After a forward pass without a backward pass, `fully_shard` keeps some modules unsharded: their
     parameters are plain copies then, and a change of the shards would not reach them.
     """
     for module in model.modules():
@@ -96,7 +113,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def is_fsdp(cls: type[nn.Module]) -> bool:
-    """Whether `fully_shard` made this class; by name: importing it would load half of PyTorch."""
+    """Whether `fully_shard` made this class; by name, since importing it loads half of PyTorch."""
     if cls not in _fsdp:
         _fsdp[cls] = any(
             base.__name__ == "FSDPModule" and base.__module__.startswith("torch.")

@@ -1,4 +1,4 @@
-"""Sizes as people write and read them."""
+"""Sizes in bytes as text: "1.42 GB"."""
 
 import re
 
@@ -11,7 +11,7 @@ _TYPED = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)[bB]?\s*")
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Bytes in the largest unit that leaves a number of at least 1.
+    """Bytes in the largest unit in which the number is at least 1.
 
     >>> format_bytes(1_420_000_000), format_bytes(12)
     ('1.42 GB', '12 B')
@@ -30,7 +30,7 @@ def parse_bytes(text: str) -> int:
     """
     found = _TYPED.fullmatch(text)
     if not found:
-        raise ConfigError(f"{text!r} is not a size; write it like 5GB or 500MB.")
+        raise ConfigError(f"{text!r} is not a size: write it as 5GB or 500MB.")
     number, unit, binary = found.groups()
     power = " kmgt".index(unit.lower()) if unit else 0
     return int(float(number) * (1024 if binary else 1000) ** power)

@@ -1,4 +1,4 @@
-"""Options that people give: refused where they are given, with what would do instead."""
+"""Checks of arguments: raise where they are given, and say what is valid."""
 
 import operator
 from typing import SupportsIndex
@@ -9,7 +9,7 @@ __all__ = ["check_float", "check_kind", "one_of", "whole_number"]
 
 
 def one_of(name: str, value: object, choices: tuple[object, ...], hint: str = "") -> None:
-    """Refuse what is none of the choices; 1 is not True.
+    """Raise if the value is none of the choices; 1 does not count as True.
 
     >>> one_of("store", "tape", ("host", "device"))
     Traceback (most recent call last):
@@ -22,27 +22,41 @@ def one_of(name: str, value: object, choices: tuple[object, ...], hint: str = ""
 
 
 def check_kind(name: str, value: object, method: str, examples: str) -> None:
-    """Refuse an object that cannot do what is wanted of it, and a class in its place."""
+    """Raise if the object lacks `method`, or is a class instead of an instance."""
     if isinstance(value, type) or not hasattr(value, method):
-        raise ConfigError(f"{name}={value!r}: give one of these: {examples}.")
+        raise ConfigError(f"{name}={value!r}: give an object such as {examples}.")
 
 
 def check_float(dtype: object) -> None:
-    """Refuse to write weights as anything but floating-point numbers."""
+    """Raise if weights are to be written as anything but floating-point numbers."""
     if dtype is not None and not getattr(dtype, "is_floating_point", False):
         raise ConfigError(
-            f"dtype={dtype!r}: weights are floating-point numbers; give a dtype such as "
+            f"dtype={dtype!r}: weights are written in a floating-point dtype, such as "
             "torch.bfloat16."
         )
 
 
-def whole_number(name: str, value: SupportsIndex) -> int:
-    """A plain int, also of NumPy's and the like, which no checkpoint could hold.
+def whole_number(
+    name: str, value: SupportsIndex, *, least: int | None = None, most: int | None = None
+) -> int:
+    """A plain int, within bounds if they are given; NumPy integers are converted, bools refused.
 
     >>> whole_number("step", 7)
     7
+    >>> whole_number("k", 0, least=1)
+    Traceback (most recent call last):
+        ...
+    torch_lawa.errors.ConfigError: k=0: give an int of at least 1.
     """
+    wanted = "an int"
+    if least is not None:
+        wanted += f" of at least {least}" if most is None else f" from {least} to {most}"
     try:
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError:
-        raise ConfigError(f"{name}={value!r}: give a whole number, as an int.") from None
+        number = None
+    below = number is not None and least is not None and number < least
+    above = number is not None and most is not None and number > most
+    if number is None or isinstance(value, bool) or below or above:
+        raise ConfigError(f"{name}={value!r}: give {wanted}.")
+    return number

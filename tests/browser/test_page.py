@@ -14,7 +14,7 @@ import pytest
 from support.report import cifar_runs, language_runs
 
 from lawa_lab.report.page import save_page
-from lawa_lab.report.summarising import summarise
+from lawa_lab.report.summary import summarise
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install -e '.[browser]'")
 

@@ -99,16 +99,16 @@ def test_json_for_programs(run: Path, lawa: Lawa) -> None:
         (("average", "run", "--last", "2", "-o", "m", "--coefficients", "x"), 1, "exponential"),
         (("average", "run", "--last", "2"), 2, "--output"),
         (("average", "run", "--last", "2", "-o", "m", "--weights", "a"), 2, "--weights"),
-        (("average", "run", "--last", "2", "-o", "m", "--threads", "0"), 1, "threads"),
-        (("average", "run", "--last", "2", "-o", "m", "--max-shard-size", "big"), 1, "5GB"),
+        (("average", "run", "--last", "2", "-o", "m", "--threads", "0"), 2, "threads"),
+        (("average", "run", "--last", "2", "-o", "m", "--max-shard-size", "big"), 2, "5GB"),
         (("sweep", "run", "--k", "2"), 2, "--evaluator"),
-        (("sweep", "run", "--k", "0", "-o", "s"), 1, "from 1 on"),
+        (("sweep", "run", "--k", "0", "-o", "s"), 1, "at least 1"),
         (("sweep", "run", "--k", "x", "-o", "s"), 2, "--k"),
-        (("sweep", "run", "--k", "6", "-o", "s"), 1, "no window has that many"),
-        (("sweep", "run", "--k", "2", "--at", "150", "-o", "s"), 1, "no checkpoint at 150"),
+        (("sweep", "run", "--k", "6", "-o", "s"), 1, "--k 5 or less"),
+        (("sweep", "run", "--k", "2", "--at", "150", "-o", "s"), 1, "--at 150"),
         (("sweep", "run", "--k", "2", "--evaluator", "no.such:f"), 2, "no"),
         (("sweep", "run", "--k", "2", "--evaluator", "bad:number"), 1, "named values"),
-        (("sweep", "run", "--k", "2", "--evaluator", "bad:tensor"), 1, "Tensor as 'w': return one"),
+        (("sweep", "run", "--k", "2", "--evaluator", "bad:tensor"), 1, "Tensor as 'w'"),
     ],
 )
 def test_mistakes(run: Path, lawa: Lawa, args: tuple[str, ...], code: int, message: str) -> None:
@@ -127,7 +127,7 @@ def test_nan_is_spoken_of(run: Path, lawa: Lawa) -> None:
               run / "step_300.safetensors")  # fmt: skip
     code, _, complained = lawa("average", "run", "--last", 3, "-o", "m.safetensors")
     assert code == 0
-    assert "the mean of 'w' holds NaN or Inf" in complained
+    assert "the mean of 'w' contains NaN or Inf" in complained
 
 
 # A tensor of one number, as people return them.
@@ -141,7 +141,7 @@ def test_values_too_large_for_the_dtype_are_spoken_of(run: Path, lawa: Lawa) -> 
     files = [run / f"step_{step}.safetensors" for step in (700, 800)]
     code, _, complaint = lawa("average", *files, "-o", "m.safetensors", "--dtype", "float16")
     assert code == 0
-    assert "mean of 'w' holds NaN or Inf" in complaint
+    assert "mean of 'w' contains NaN or Inf" in complaint
     assert "too large for F16" in complaint
     assert load_file("m.safetensors")["w"].isinf().all()
     code, _, complaint = lawa("average", *files, "-o", "b.safetensors", "--dtype", "bfloat16")
@@ -202,7 +202,7 @@ def test_what_is_evaluated_must_lie_here(run: Path, lawa: Lawa) -> None:
     words = ("--k", "2", "--evaluator", "my_evaluator:evaluate", "-o", "memory://out")
     code, _, complained = lawa("sweep", "run", *words)
     assert code == 1
-    assert "must lie here" in complained
+    assert "local files" in complained
 
 
 def test_a_sweep_writes_every_window(run: Path, lawa: Lawa) -> None:

@@ -61,7 +61,7 @@ def test_two_that_differ_are_no_failure(run: Path, capsys: pytest.CaptureFixture
     assert lawa(*paths) == 0
     shown = capsys.readouterr().out.splitlines()
     assert "  Different  12 tensors, in 36 values" in shown
-    at = shown.index("Tensors that differ, the worst first, 2 more with --tensors:")
+    at = shown.index("Tensors that differ, largest difference first, 2 more with --tensors:")
     # 100 away from 100, 101, ...: relative to A the first is the worst
     assert [line.split()[-1] for line in shown[at + 2 :]] == [f"w{i:02d}" for i in range(10)]
     assert shown[at + 2].split() == ["3", "3", "1.00e+02", "1.00e+00", "w00"]
@@ -77,7 +77,7 @@ def test_two_that_differ_are_no_failure(run: Path, capsys: pytest.CaptureFixture
 def test_two_that_are_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run / "step_100.safetensors"
     assert lawa(path, path) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "The same, bit for bit."
+    assert capsys.readouterr().out.splitlines()[-1] == "Identical, bit for bit."
 
 
 def test_the_key_of_a_pytorch_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +91,7 @@ def test_the_key_of_a_pytorch_file(tmp_path: Path, capsys: pytest.CaptureFixture
     ("arguments", "code", "says"),
     [
         (["nothing"], 1, "no such file or folder"),
-        (["step_100.safetensors", "."], 1, "give one of them"),
+        (["step_100.safetensors", "."], 1, "Give one of them"),
         ([], 2, "Missing argument"),
     ],
 )

@@ -118,5 +118,5 @@ def test_another_run_is_never_replaced(tmp_path: Path, capsys: pytest.CaptureFix
     metrics.parent.mkdir()
     metrics.write_text("precious\n")
     assert exit_code(["demo", "-o", str(tmp_path), "--overwrite"]) == 1
-    assert "seed-0 of something else" in capsys.readouterr().err
+    assert "holds seed-0" in capsys.readouterr().err
     assert metrics.read_text() == "precious\n"

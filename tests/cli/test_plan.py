@@ -9,7 +9,7 @@ import pytest
 
 from torch_lawa import window
 from torch_lawa.cli import main as cli
-from torch_lawa.cli import plan_printing
+from torch_lawa.cli import plan_text
 
 PROBE = """
 import sys
@@ -46,13 +46,13 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert "70,000,000,000 parameters in float32, FSDP on 512 GPUs (64 nodes of 8)" in shown
     assert row(shown, "one snapshot ") == ["547 MB", "4.38 GB", "280 GB"]
     assert row(shown, "the window of 6") == ["3.28 GB", "26.2 GB", "1.68 TB"]
-    assert row(shown, "averaging: one snapshot") == ["547 MB"]
+    assert row(shown, "averaging: staging buffer") == ["547 MB"]
     assert row(shown, "share of 1024 GiB") == ["2.8 %"]
-    assert row(shown, "on its way to RAM") == ["9.9 ms"]
+    assert row(shown, "copy to RAM") == ["9.9 ms"]
     assert row(shown, "time between two snapshots") == ["6.67 min"]
     assert row(shown, "read the mean of 6") == ["71 ms"]
-    assert row(shown, "time to write that") == ["5.25 s"]
-    assert shown.splitlines()[-1] == "FITS, with 83.2 GB a GPU left for activations."
+    assert row(shown, "time to write") == ["5.25 s"]
+    assert shown.splitlines()[-1] == "FITS, with 83.2 GB per GPU left for activations."
     assert "--pcie-gbs               55 GB/s   H200, one GPU" in shown
 
 
@@ -81,12 +81,12 @@ def test_what_does_not_fit_says_why_and_what_to_change(capsys: pytest.CaptureFix
     assert lawa(*disk, "--nu", "1", "--step-seconds", "2") == 0
     shown = capsys.readouterr().out
     assert row(shown, "files: 6") == ["30.6 GB", "245 GB", "1.96 TB"]
-    assert row(shown, "training waits at each") == ["5.08 s"]
-    assert row(shown, "share of training held") == ["72 %"]
+    assert row(shown, "training waits") == ["5.08 s"]
+    assert row(shown, "share of training") == ["72 %"]
     verdict = shown[shown.index("DOES NOT FIT") :].splitlines()
-    assert verdict[1].startswith("- time: a snapshot is on its way for 7.08 s")
+    assert verdict[1].startswith("- time: copying a snapshot takes 7.08 s")
     assert verdict[3:] == [
-        "Any one of these would:",
+        "Any one of these options makes it fit:",
         *("  --store host", "  --store device", "  --nu 4 (or more)", "  --gpus 256"),
     ]
 
@@ -95,7 +95,7 @@ def test_without_nu_it_says_what_to_give(capsys: pytest.CaptureFixture[str]) -> 
     disk = ["--params", "70B", "--gpus", "64", "--store", "disk"]
     assert lawa(*disk) == 0
     shown = capsys.readouterr().out
-    assert "There must be 7.08 s between two snapshots" in " ".join(shown.split())
+    assert "Snapshots must be at least 7.08 s apart" in " ".join(shown.split())
     assert lawa(*disk, "--step-seconds", "2") == 0
     assert row(capsys.readouterr().out, "smallest ν") == ["4 steps"]
 
@@ -137,14 +137,14 @@ def test_a_small_machine_needs_no_gpus_per_node(capsys: pytest.CaptureFixture[st
 def test_notes(capsys: pytest.CaptureFixture[str]) -> None:
     assert parsed(capsys, "--params", "1B", "--gpus", "8", "--k", "15")["notes"] == []
     (sliding,) = parsed(capsys, "--params", "1B", "--gpus", "8", "--k", "16")["notes"]
-    assert "1.5 GB more for each GPU" in sliding  # 125 M values: 8 bytes, and 4 of a snapshot
+    assert "1.5 GB more per GPU" in sliding  # 125 M values: 8 bytes, and 4 of a snapshot
     (ddp,) = parsed(capsys, "--params", "1B", "--gpus", "8", "--sharding", "ddp")["notes"]
-    assert "would save 168 GB a node; that is not implemented" in ddp
+    assert "168 GB per node" in ddp
 
 
 def test_sliding_begins_where_the_averager_begins() -> None:
     """The averager's own number lies beside PyTorch, which a plan does not load."""
-    assert window._SLIDING_FROM == plan_printing._SLIDING_FROM
+    assert window._SLIDING_FROM == plan_text._SLIDING_FROM
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import torch
 from support.training import rows_of
 from torch import Tensor, nn
 
-import torch_lawa.averager
 from lawa_lab.methods.registry import METHODS, Method, register_method
 from lawa_lab.methods.running_average import RunningAverage
 from lawa_lab.recipes.config import TrainConfig, setting
@@ -21,11 +20,6 @@ from lawa_lab.recipes.registry import RECIPES, register_recipe
 from lawa_lab.recipes.task import Batch, Worker, seeded
 from torch_lawa.cli import main as cli
 from torch_lawa.errors import ConfigError
-
-needs_protocol = pytest.mark.skipif(
-    not hasattr(torch_lawa.averager, "Averager"),
-    reason="evaluate_side_by_side accepts only a LatestWeightAverager",
-)
 
 
 def lawa(*arguments: str) -> int:
@@ -137,7 +131,6 @@ def test_a_name_is_registered_once(toy: str) -> None:
         register_recipe(RECIPES[toy])
 
 
-@needs_protocol
 def test_methods_are_evaluated_beside_the_window(
     toy: str, newest: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,7 +153,6 @@ def test_methods_are_evaluated_beside_the_window(
     assert "ema:DECAY" in capsys.readouterr().err
 
 
-@needs_protocol
 def test_methods_resume_bit_for_bit(toy: str) -> None:
     words = ["train", "digits", "--smoke", "--methods", "ema:0.9", "--json", "-o"]
     assert lawa(*words, "whole") == 0

@@ -149,7 +149,7 @@ def lonely(rank: int) -> str:
 
 def test_collecting_on_some_ranks_only_is_an_error_and_not_a_hang() -> None:
     error, _ = on_ranks(2, lonely, join=False)
-    assert "rank 1 of 2 did not come to the first call of averager.collect, of step 7" in error
+    assert "rank 1 of 2 did not reach the first call of averager.collect, of step 7" in error
 
 
 def replicas(rank: int) -> list[int]:

@@ -75,7 +75,7 @@ def second_run(rank: int, folder: str) -> dict[str, Any]:
     collect(model, averager, range(7, 8))
     found["later"] = whole(averager.average())
     swapped = fully_shard(net(), mesh=DeviceMesh("cpu", [1, 0]))  # the other's parts
-    with pytest.raises(LayoutError, match="other parts of the model"):
+    with pytest.raises(LayoutError, match="other shards"):
         averager.collect(swapped)
     return found
 
@@ -99,12 +99,12 @@ def test_each_rank_has_a_folder_and_a_later_run_takes_over(tmp_path: Path) -> No
         assert_same(found["taken over"], unsharded(range(1, 6)))
         assert found["files"] == folders
         assert "another averager" in found["error"]
-        assert found["error"].startswith("rank 1 cannot take over") == (rank == 0)
+        assert found["error"].startswith("rank 1 cannot") == (rank == 0)
     for found in on_ranks(2, second_run, str(tmp_path)):
         assert found["steps"] == [4, 5, 6]
         assert_same(found["average"], unsharded(range(1, 7)))
         assert_same(found["later"], unsharded(range(1, 8)))
-    with pytest.raises(StoreError, match="the window of 2 processes and this run has one process"):
+    with pytest.raises(StoreError, match=r"2 processes.* one process"):
         make(str(tmp_path))
 
 
@@ -118,7 +118,7 @@ def refused(rank: int, folder: str) -> str:
 def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     on_ranks(2, second_window, str(tmp_path))
     for message in on_ranks(3, refused, str(tmp_path)):
-        assert "the window of 2 processes and this run has 3 processes" in message
+        assert "the window of 2 processes, but this run has 3 processes" in message
 
 
 def second_window(rank: int, folder: str) -> None:

@@ -29,7 +29,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torch_lawa import DiskStore, LatestWeightAverager, average_checkpoints, plan_average
-from torch_lawa.export import saving, writing
+from torch_lawa.checkpoints.formats.safetensors_folder import FolderSink
+from torch_lawa.export import exporter, folder_writer
 
 STEPS, K = 4, 3
 WEIGHTS = "model.safetensors"
@@ -92,7 +93,7 @@ class Watched:
         self.sizes: list[int] = []
         self.most = 0
         self._live: dict[int, Any] = {}
-        self._gather = saving.gather
+        self._gather = exporter.gather_tensor
 
     def __call__(self, part: Tensor, sharding: Any) -> Tensor:
         whole = self._gather(part, sharding)
@@ -138,9 +139,9 @@ def export(rank: int, hows: list[str], folder: str) -> dict[str, tuple[list[int]
     found = {}
     for how in hows:
         averager = collected(sharded(how))
-        saving.gather = watched = Watched()
+        exporter.gather_tensor = watched = Watched()
         averager.save_pretrained(f"{folder}/{how}")
-        saving.gather = watched._gather
+        exporter.gather_tensor = watched._gather
         found[how] = watched.sizes, watched.most
         averager.save_pretrained(f"{folder}/{how}-bf16", dtype=torch.bfloat16)
         averager.save_pretrained(f"{folder}/{how}-shards", max_shard_size=200, k=2)
@@ -255,7 +256,7 @@ def no_room(*_: object) -> None:
 
 
 def failures(rank: int, folder: str) -> dict[str, str]:
-    """What every rank is told, by what went wrong; nobody waits for ever."""
+    """The error on every rank, by what went wrong; no rank hangs."""
     told: dict[str, str] = {}
 
     def attempt(what: str, act: Callable[[], None]) -> None:
@@ -264,11 +265,11 @@ def failures(rank: int, folder: str) -> dict[str, str]:
             told[what] = "nothing"
         except Exception as error:
             told[what] = f"{type(error).__name__}: {error}"
-        dist.barrier()  # all are at the same place again
+        dist.barrier()  # all are at the same location again
 
     averager = collected(sharded("fsdp"))
     out = f"{folder}/out"
-    write_at, one_by_one = writing.write_at, saving.Window.one_by_one
+    write, one_by_one = FolderSink.write, exporter.Window.one_by_one
 
     calls = 0
 
@@ -277,14 +278,14 @@ def failures(rank: int, folder: str) -> dict[str, str]:
         calls += 1
         if calls > 3:
             no_room()
-        write_at(*arguments)
+        write(*arguments)
 
-    writing.write_at = fail_later
+    FolderSink.write = fail_later  # type: ignore[method-assign]
     attempt("full disk", lambda: averager.save_pretrained(out))
-    writing.write_at = write_at
-    writing.publish, publish = no_room, writing.publish
+    FolderSink.write = write  # type: ignore[method-assign]
+    folder_writer.publish, publish = no_room, folder_writer.publish
     attempt("no name", lambda: averager.save_pretrained(out))
-    writing.publish = publish
+    folder_writer.publish = publish
 
     def broken(*arguments: Any) -> Any:
         made = one_by_one(*arguments)
@@ -292,9 +293,9 @@ def failures(rank: int, folder: str) -> dict[str, str]:
             made.make = no_room  # type: ignore[method-assign, assignment]
         return made
 
-    saving.Window.one_by_one = broken  # type: ignore[method-assign]
+    exporter.Window.one_by_one = broken  # type: ignore[method-assign]
     attempt("rank 1 cannot read", lambda: averager.save_pretrained(out))
-    saving.Window.one_by_one = one_by_one  # type: ignore[method-assign]
+    exporter.Window.one_by_one = one_by_one  # type: ignore[method-assign]
     early = LatestWeightAverager(k=2, min_snapshots=1)
     if rank == 0:
         early.collect({"w": torch.ones(3)})

@@ -1,4 +1,4 @@
-"""Faults of ranks: one that stands still, does something else, holds a NaN, or is killed."""
+"""Faults of ranks: one that hangs, is at another call, holds a NaN, or is killed."""
 
 import importlib
 import itertools
@@ -30,14 +30,14 @@ from lawa_lab.recipes.task import Worker
 from torch_lawa import LatestWeightAverager, OnPlateau, recalibrate_batch_norm
 from torch_lawa.errors import LawaError
 from torch_lawa.evaluation import evaluate_side_by_side
-from torch_lawa.ranks import barrier as roll_call
+from torch_lawa.ranks import barrier
 
 TESTS = Path(__file__).parents[1]
-LATE = 1  # the rank that stands still
+LATE = 1  # the rank that hangs
 K = 3
 
 
-# One that stands still, or is elsewhere.
+# One that hangs, or is at another call.
 
 
 def faults(rank: int) -> dict[str, Any]:
@@ -56,32 +56,32 @@ def found() -> list[dict[str, Any]]:
 
 
 def messages(rank: int) -> dict[str, str]:
-    """What each exchange says when one rank comes too late, and after that when all come."""
-    patient, hurried = roll_call._SHARE, 0.025
-    roll_call._AFTERWARDS = 1.5
+    """What each exchange says when one rank is late, and after that when none is."""
+    patient, hurried = barrier._SHARE, 0.025
+    barrier._AFTER_FAILURE = 1.5
     other = dist.new_group(timeout=timedelta(seconds=30))
     sharded, averager = fully_shard(nn.Linear(4, 4)), LatestWeightAverager(schedule=OnPlateau())
     normed, loader = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), [torch.ones(4, 2)]
     single = LatestWeightAverager(k=1)
     single.collect(normed)
     averager.step(sharded, loss=1.0)
-    place = Worker(rank=rank, world_size=3)
+    worker = Worker(rank=rank, world_size=3)
 
     def failed() -> None:
-        with roll_call.absence_explained():
+        with barrier.explain_missing_ranks():
             raise RuntimeError("Connection closed by peer")  # as gloo does; see below for real ones
 
     acts: dict[str, Callable[[], Any]] = {
         "step": lambda: averager.step(sharded, loss=1.0),
         "batch norm": lambda: recalibrate_batch_norm(normed, loader, group=dist.group.WORLD),
-        "total": lambda: place.total([1.0]),
+        "total": lambda: worker.total([1.0]),
         "different": lambda: acts["batch norm" if rank == LATE else "step"](),
         "failed": failed,
     }
     said = {}
     before = [buffer.clone() for buffer in normed.buffers()]
     for name, act in acts.items():
-        roll_call._SHARE = patient if name == "different" else hurried
+        barrier._SHARE = patient if name == "different" else hurried
         dist.barrier()
         if rank == LATE and name != "different":
             time.sleep(2.2)
@@ -90,7 +90,7 @@ def messages(rank: int) -> dict[str, str]:
         except LawaError as error:
             said[name] = str(error)
         assert all(map(torch.equal, before, normed.buffers()))
-    roll_call._SHARE = patient
+    barrier._SHARE = patient
     dist.barrier()
     averager = LatestWeightAverager(schedule=OnPlateau())  # ranks have counted different calls
     for name in ("step", "batch norm", "total"):  # nothing is left of the faults
@@ -101,22 +101,22 @@ def messages(rank: int) -> dict[str, str]:
     for _ in range(20):
         acts["total"]()
     assert dist.distributed_c10d._get_default_store().num_keys() <= keys + 8
-    said["timeouts"] = f"{roll_call._timeout(dist.group.WORLD)} {roll_call._timeout(other)}"
+    said["timeouts"] = f"{barrier._timeout(dist.group.WORLD)} {barrier._timeout(other)}"
     return said
 
 
-def test_a_rank_that_stands_still_is_named(found: list[dict[str, Any]]) -> None:
+def test_a_rank_that_hangs_is_named(found: list[dict[str, Any]]) -> None:
     for said in (each["said"] for each in found):
         assert said.pop("timeouts") == "60.0 30.0"
-        late = f"rank {LATE} of 3 did not come to "
-        places = {
+        late = f"rank {LATE} of 3 did not reach "
+        locations = {
             "step": "averager.step, call 2 within 1.5 s",
             "batch norm": "recalibrate_batch_norm of 1 layers within 1.5 s",
             "total": "messages.<locals>.<lambda> within 1.5 s",
-            "failed": "a roll call after a failed exchange within 1.5 s",
+            "failed": "the barrier after a collective failed within 1.5 s",
         }
-        for name, place in places.items():
-            assert said[name].startswith(f"{late}{place}"), said[name]
+        for name, location in locations.items():
+            assert said[name].startswith(f"{late}{location}"), said[name]
         assert "Rank 1 was last at averager.step, call 2 (pid " in said["batch norm"]
         assert "ranks 0, 2 at averager.step, call 3" in said["different"]
         assert "rank 1 at recalibrate_batch_norm of 1 layers" in said["different"]
@@ -125,21 +125,21 @@ def test_a_rank_that_stands_still_is_named(found: list[dict[str, Any]]) -> None:
 def test_a_process_that_has_ended_is_known_to_have() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # its entry is still there
-    other = {**roll_call._this_process(), "pid": ended.pid}
+    other = {**barrier._this_process(), "pid": ended.pid}
     linux = sys.platform == "linux"
-    assert roll_call._has_ended(other) == linux
+    assert barrier._has_ended(other) == linux
     ended.wait()
-    assert roll_call._has_ended(other) == linux
-    assert not roll_call._has_ended({**other, "machine": "another"})
-    assert not roll_call._has_ended({**other, "machine": None})
-    assert not roll_call._has_ended(roll_call._this_process())
+    assert barrier._has_ended(other) == linux
+    assert not barrier._has_ended({**other, "machine": "another"})
+    assert not barrier._has_ended({**other, "machine": None})
+    assert not barrier._has_ended(barrier._this_process())
 
 
 # A NaN in one rank's part.
 
 
 def not_a_number(rank: int) -> list[bool]:
-    """Of each window: whether this rank's part of the mean is exact, read and lent."""
+    """Of each window: whether this rank's part of the mean is exact, read and swapped in."""
     model = fully_shard(nn.Linear(4, 6, bias=False))
     averager = LatestWeightAverager(k=K)
     snapshots, exact = [], []
@@ -158,8 +158,8 @@ def not_a_number(rank: int) -> list[bool]:
                 warnings.simplefilter("ignore")
                 read = averager.average()["weight"].to_local()  # type: ignore[attr-defined]
                 with averager.swapped_into(model):
-                    lent = part.clone()
-            same = [torch.equal(t.nan_to_num(9.0), mean.nan_to_num(9.0)) for t in (read, lent)]
+                    swapped = part.clone()
+            same = [torch.equal(t.nan_to_num(9.0), mean.nan_to_num(9.0)) for t in (read, swapped)]
             exact.append(all(same) and torch.equal(part.nan_to_num(9.0), value.nan_to_num(9.0)))
     return exact
 
@@ -418,16 +418,16 @@ def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("parallel", "target", "call", "place"),
+    ("parallel", "target", "call", "location"),
     [
-        ("ddp", STEP, 10, "a roll call after a failed exchange within 5 s"),
-        ("fsdp", STEP, 10, "a roll call after a failed exchange within 5 s"),
+        ("ddp", STEP, 10, "the barrier after a collective failed within 5 s"),
+        ("fsdp", STEP, 10, "the barrier after a collective failed within 5 s"),
         ("ddp", "lawa_lab.recipes.trainer:Trainer.agree", 10, "Trainer.agree within 13.5 s"),
         ("fsdp", STATE, 3, "Trainer.progress within 13.5 s"),
     ],
 )
-def test_lawa_train_names_a_rank_that_stands_still(
-    parallel: str, target: str, call: int, place: str, tmp_path: Path
+def test_lawa_train_names_a_rank_that_hangs(
+    parallel: str, target: str, call: int, location: str, tmp_path: Path
 ) -> None:
     options = ["--batch-size", "48"]  # for three processes
     found = train(
@@ -444,7 +444,7 @@ def test_lawa_train_names_a_rank_that_stands_still(
     told = [line for line in found.stderr.splitlines() if line.startswith("Error: ")]
     assert len(told) == 2, found.stderr
     for line in told:
-        assert line.startswith(f"Error: rank 1 of 3 did not come to {place}"), line
+        assert line.startswith(f"Error: rank 1 of 3 did not reach {location}"), line
 
 
 # What is left of a killed run.

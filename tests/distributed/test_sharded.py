@@ -80,7 +80,7 @@ def averages(rank: int, how: str, store: str) -> dict[str, Any]:
             refill(model, step)
             averager.collect(model)
         with averager.swapped_into(model):
-            inside, lent = state(model), whole(model(tokens))
+            inside, swapped = state(model), whole(model(tokens))
         after = whole(model(tokens))
     found = averager.average()
     expected_types = {n: type(p.data) for n, p in model.state_dict().items()}
@@ -100,7 +100,7 @@ def averages(rank: int, how: str, store: str) -> dict[str, Any]:
         "loaded": loaded,
         "raw": raw,
         "repeated": repeated,
-        "outputs": (output, lent, after),
+        "outputs": (output, swapped, after),
         "resumed": {name: whole(tensor) for name, tensor in again.average(2).items()},
     }
 
@@ -146,9 +146,9 @@ def test_together_the_shards_have_the_mean(how: str, store: str, world_size: int
             assert torch.equal(found["raw"][name].double(), expected["raw"][name]), name
             assert torch.equal(found["repeated"][name].double(), expected["raw"][name]), name
             torch.testing.assert_close(found["weighted"][name], expected["weighted"][name])
-        raw, lent, after = found["outputs"]
+        raw, swapped, after = found["outputs"]
         assert torch.equal(raw, after)
-        assert not torch.equal(raw, lent)
+        assert not torch.equal(raw, swapped)
         tied = found["average"]
         assert torch.equal(tied["embed.weight"], tied["head.weight"])
 
@@ -193,4 +193,4 @@ def test_a_nan_stays_on_its_rank_and_leaves_with_its_snapshot() -> None:
     assert (quiet, fine) == ([], [True, True, True])
     assert hit == [False, False, True]
     assert len(warned) == 1
-    assert "the snapshot of step 2 holds NaN or Inf in 'weight'" in warned[0]
+    assert "step 2 has NaN or Inf in 'weight'" in warned[0]

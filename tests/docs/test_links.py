@@ -1,4 +1,4 @@
-"""Every relative link in the repository's Markdown leads to a file, and every anchor to a heading."""
+"""Every relative link in the Markdown leads to a file, and every anchor to a heading."""
 
 import re
 import subprocess

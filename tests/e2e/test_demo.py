@@ -1,4 +1,4 @@
-"""The main job, for real but short: what it writes is what it says."""
+"""`lawa demo`, short: what it writes and what it says agree."""
 
 import json
 import os
@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 
 from lawa_lab.recipes.catalog.digits import DigitsConfig
 from lawa_lab.recipes.tasks.digits import build_model, evaluate, load_data
-from lawa_lab.report.savings import Metric, compare
+from lawa_lab.report.runs import load_runs
+from lawa_lab.report.summary import MetricReport, summarise
+from lawa_lab.report.words import finding
 from torch_lawa.metrics import Row, read_metrics
 
 LAWA = [sys.executable, "-c", "from torch_lawa.cli.main import main; main()"]
@@ -38,6 +40,12 @@ def rows_of(output: Path) -> list[Row]:
     return [row for path in sorted(output.glob("seed-*")) for row in read_metrics(path / METRICS)]
 
 
+def loss_of(output: Path) -> MetricReport:
+    report = summarise(load_runs([output])).recipes[0].metrics[0]
+    assert report.metric.name == "test_loss"
+    return report
+
+
 def without_times(rows: list[Row]) -> list[Row]:
     return [{k: v for k, v in row.items() if not k.endswith("_seconds")} for row in rows]
 
@@ -52,14 +60,13 @@ def test_the_folder_holds_the_run_and_nothing_else(run: Run) -> None:
     assert done.stderr == ""
 
 
-def test_the_config_says_what_was_run(run: Run) -> None:
-    config = json.loads((run[0] / "demo.json").read_text())
-    assert config["seeds"] == [4, 5, 6]
+def test_the_folder_says_what_was_run(run: Run) -> None:
+    demo = json.loads((run[0] / "demo.json").read_text())
+    assert demo == {"command": "lawa demo --seed 4 --k 2 --epochs 5", "seeds": [4, 5, 6]}
+    config = json.loads((run[0] / "seed-5" / "config.json").read_text())
+    assert (config["recipe"], config["seed"]) == ("digits", 5)
     assert config["hyperparameters"]["ks"] == [K]
     assert config["hyperparameters"]["epochs"] == EPOCHS
-    assert config["hyperparameters"]["learning_rate"] == DigitsConfig().learning_rate
-    assert config["command"] == "lawa demo --seed 4 --k 2 --epochs 5"
-    assert set(config["versions"]) == {"torch_lawa", "torch", "python"}
 
 
 def test_every_epoch_has_raw_rows_and_from_k_on_averaged_ones(run: Run) -> None:
@@ -98,13 +105,12 @@ def test_the_saved_average_is_the_one_that_was_measured(run: Run) -> None:
 def test_what_a_person_reads_agrees_with_the_metrics(run: Run) -> None:
     output, done = run
     text = " ".join(done.stdout.split())
-    comparison = compare(rows_of(output), Metric("test_loss", "lower"))
+    loss = loss_of(output)
     for line in ("seed 4: ", "seed 5: ", "seed 6: ", f"average of the {K} latest epochs"):
         assert line in text
-    num_behind = sum(map(len, comparison.behind.values()))
-    assert f"was behind in loss in {num_behind} of {3 * (EPOCHS - K + 1)} epochs" in text
-    if comparison.headline is not None:
-        assert f"reached test loss {comparison.headline.target:.4f} at epoch" in text
+    assert finding("digits", loss.metric, loss.main[0]) in text
+    assert f"in {loss.main[0].num_behind} of {3 * (EPOCHS - K + 1)} evaluations" in text
+    assert f"lawa report {output}" in text
     assert str(output) in done.stdout
     assert "\x1b" not in done.stdout  # nothing live, no colours: this is no terminal
 
@@ -118,10 +124,11 @@ def test_the_same_seed_gives_the_same_values_and_json_is_alone_on_stdout(
     assert without_times(again) == without_times(rows)
     averaged = Path("seed-6") / "averaged.safetensors"
     assert (other / averaged).read_bytes() == (run[0] / averaged).read_bytes()
-    assert found["seeds"] == [4, 5, 6]
     assert sorted(found["files"]) == FILES
-    at_final = compare(rows, Metric("test_loss", "lower")).at_final
-    assert found["savings"]["test_loss"]["at_final"]["target"] == at_final.target
+    loss = found["report"]["recipes"][0]["metrics"][0]
+    assert loss["runs"][0]["seeds"] == [4, 5, 6]
+    assert loss["main"][0]["final"]["target"] == loss_of(run[0]).main[0].final.target
+    assert len(found["findings"]) == 2
 
 
 def test_the_test_images_do_not_depend_on_anything_but_their_share() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_lawa.offline import average_checkpoints, plan_average
+from torch_lawa.offline import AverageOptions, average_checkpoints, plan_average, run_average
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers: Any = pytest.importorskip("transformers")
@@ -65,7 +65,7 @@ def train(run: Path, shard_size: str, dtype: torch.dtype) -> list[dict[str, Tens
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_causal_model_loads_again(tmp_path: Path, shard_size: str, dtype: torch.dtype) -> None:
     states = train(tmp_path / "run", shard_size, dtype)
-    average_checkpoints(plan_average(tmp_path / "run", tmp_path / "mean", last=3))
+    average_checkpoints(tmp_path / "run", tmp_path / "mean", last=3)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mean", dtype="auto")
     assert loaded.dtype == dtype
     assert loaded.lm_head.weight.data_ptr() == loaded.transformer.wte.weight.data_ptr()
@@ -87,10 +87,12 @@ def test_a_causal_model_loads_again(tmp_path: Path, shard_size: str, dtype: torc
 def test_one_file_becomes_shards_and_back(tmp_path: Path) -> None:
     train(tmp_path / "run", "1GB", torch.float32)
     average_checkpoints(
-        plan_average(tmp_path / "run", tmp_path / "shards", last=2, max_shard_size=8000)
+        tmp_path / "run", tmp_path / "shards", last=2, options=AverageOptions(max_shard_size=8000)
     )
     average_checkpoints(
-        plan_average(tmp_path / "shards", tmp_path / "whole", layout="single", dtype="bf16")
+        tmp_path / "shards",
+        tmp_path / "whole",
+        options=AverageOptions(layout="single", dtype="bf16"),
     )
     shards = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "shards")
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype="auto")
@@ -110,7 +112,7 @@ def test_an_adapter_loads_again(tmp_path: Path) -> None:
         states.append(peft.get_peft_model_state_dict(model))
         states[-1] = {name: t.clone() for name, t in states[-1].items()}
     plan = plan_average(tmp_path / "run", tmp_path / "mean", last=3)
-    average_checkpoints(plan)
+    run_average(plan)
     assert any("product" in note for note in plan.notes)
     loaded = peft.PeftModel.from_pretrained(tiny_model(), tmp_path / "mean")
     found = peft.get_peft_model_state_dict(loaded)

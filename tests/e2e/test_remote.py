@@ -22,8 +22,8 @@ from support.s3 import (
     write_shards,
 )
 
-from torch_lawa.checkpoints.formats.opening import open_checkpoint
-from torch_lawa.checkpoints.storage.paths import parse_place
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
+from torch_lawa.checkpoints.storage.paths import parse_location
 
 Lawa = Callable[..., tuple[int, str, str]]
 
@@ -89,7 +89,7 @@ def test_sharded_folders(fs: Any, bucket: str, lawa: Lawa, tmp_path: Path) -> No
     ]
     assert lawa("average", f"{url}/run", "--last", 2, "-o", tmp_path / "out")[0] == 0
     code, said, _ = lawa("inspect", f"{url}/out", tmp_path / "out")
-    assert (code, said.splitlines()[-1]) == (0, "The same, bit for bit.")
+    assert (code, said.splitlines()[-1]) == (0, "Identical, bit for bit.")
 
 
 def test_a_listing_saves_requests(fs: Any, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_a_listing_saves_requests(fs: Any, bucket: str, monkeypatch: pytest.Monk
         return await original(method, *args, **kwargs)
 
     monkeypatch.setattr(fs, "_call_s3", counting)
-    with open_checkpoint(parse_place(f"s3://{bucket}/sharded")) as opened:
+    with open_checkpoint(parse_location(f"s3://{bucket}/sharded")) as opened:
         assert len(opened.files) == 4
     # Nothing is asked about a shard before its header, which takes two requests.
     assert asked.count("get_object") == 1 + 2 * 4
@@ -149,7 +149,7 @@ def test_what_was_listed_is_not_believed_for_ever(fs: Any, bucket: str) -> None:
     other = s3fs.S3FileSystem(skip_instance_cache=True)  # another process
     other.call_s3("put_object", Bucket=bucket, Key="run/", Body=b"")  # as consoles mark a folder
     other.pipe(f"{bucket}/run/a.bin", b"old")
-    run = parse_place(f"s3://{bucket}/run")
+    run = parse_location(f"s3://{bucket}/run")
     (file,) = run.children()
     before = file.stamp()
     assert file.name == "a.bin"
@@ -161,7 +161,7 @@ def test_what_was_listed_is_not_believed_for_ever(fs: Any, bucket: str) -> None:
     assert run.child("b.bin").exists()
     assert [p.name for p in run.children()] == ["a.bin", "b.bin"]
     other.pipe(f"{bucket}/run/c.bin", b"x")
-    assert parse_place(f"s3://{bucket}/run/c.bin").is_file()
+    assert parse_location(f"s3://{bucket}/run/c.bin").is_file()
 
 
 def complaint(lawa: Lawa, *words: object) -> str:
@@ -174,14 +174,14 @@ def complaint(lawa: Lawa, *words: object) -> str:
 
 def test_what_is_not_there(run: tuple[str, list[State]], lawa: Lawa, tmp_path: Path) -> None:
     url, out = run[0], tmp_path / "out.safetensors"
-    for place in (f"{url}/nothing", f"{url}/run/step_900.safetensors"):
-        said = complaint(lawa, "average", place, "-o", out)
-        assert f"{place}: there is no such file or folder" in said
+    for location in (f"{url}/nothing", f"{url}/run/step_900.safetensors"):
+        said = complaint(lawa, "average", location, "-o", out)
+        assert f"{location}: there is no such file or folder" in said
     said = complaint(lawa, "average", f"{url}/run/nothing_*.pt", "-o", out)
     assert "no checkpoint matches this pattern" in said
-    for place in ("s3://no-such-bucket/run", "s3://no-such-bucket", "s3://no-such-bucket/a*.pt"):
-        said = complaint(lawa, "average", place, "--last", 2, "-o", out)
-        assert f"{place}: there is no bucket s3://no-such-bucket here" in said
+    for location in ("s3://no-such-bucket/run", "s3://no-such-bucket", "s3://no-such-bucket/a*.pt"):
+        said = complaint(lawa, "average", location, "--last", 2, "-o", out)
+        assert f"{location}: there is no bucket s3://no-such-bucket here" in said
         assert "AWS_ENDPOINT_URL" in said
     # Known before anything is averaged.
     said = complaint(lawa, "average", f"{url}/run", "--last", 2, "-o", "s3://no-such-bucket/out",

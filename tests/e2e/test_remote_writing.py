@@ -15,14 +15,14 @@ Lawa = Callable[..., tuple[int, str, str]]
 
 KILLED = """
 import os, signal, sys
-from torch_lawa.checkpoints.storage.paths import RemotePlace
+from torch_lawa.checkpoints.storage.paths import RemoteURL
 from torch_lawa.cli.main import main
-upload, done = RemotePlace.upload, []
+upload, done = RemoteURL.upload, []
 def until_killed(self, path):
     if len(done) == int(sys.argv[1]):
         os.kill(os.getpid(), signal.SIGKILL)
     done.append(upload(self, path))
-RemotePlace.upload = until_killed
+RemoteURL.upload = until_killed
 main(sys.argv[2:])
 """
 
@@ -38,7 +38,7 @@ def test_overwriting(fs: Any, bucket: str, lawa: Lawa, tmp_path: Path) -> None:
     first = ("average", f"{url}/a/checkpoint-1", "-o", f"{url}/out")
     code, _, complained = lawa(*first)
     assert code == 1
-    assert f"{url}/out: exists already. Pass --overwrite to replace it." in complained
+    assert f"{url}/out: already exists. Pass --overwrite to replace it." in complained
     assert lawa(*first, "--overwrite")[0] == 0
     assert_equal(read_shards(fs, f"{bucket}/out"), states[0])
     assert names_in(fs, f"{bucket}/out")[0] == "README.md"

@@ -148,7 +148,7 @@ def test_lines_a_second_watcher_and_ctrl_c(tmp_path: Path) -> None:
     arguments = [str(run), "--k", "2", "-o", str(out), "--poll", "0.05", "--settle", "0.05"]
     watch = subprocess.Popen([*WATCH, *arguments], stdout=subprocess.PIPE, text=True)
     assert watch.stdout is not None
-    assert watch.stdout.readline().startswith(f"waiting for checkpoints: {run}: is not there yet")
+    assert watch.stdout.readline().startswith(f"waiting for checkpoints: {run}: does not exist yet")
     second = subprocess.run([*WATCH, *arguments], capture_output=True, text=True)
     assert second.returncode == 1
     assert "another `lawa watch`" in second.stderr

@@ -10,7 +10,7 @@ from support.models import same_bits
 from torch import nn
 
 from torch_lawa import LatestWeightAverager
-from torch_lawa.export import saving
+from torch_lawa.export import exporter
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,14 +61,14 @@ def test_parts_move_to_the_mesh_to_be_gathered(
     from torch.distributed.fsdp import fully_shard
 
     devices = []
-    gather = saving.gather
+    gather = exporter.gather_tensor
 
     def watched(part, sharding):  # type: ignore[no-untyped-def]
         devices.append(part.device.type)
         return gather(part, sharding)
 
-    monkeypatch.setattr(saving, "gather", watched)
-    monkeypatch.setattr(saving, "_is_split", lambda sharding: True)
+    monkeypatch.setattr(exporter, "gather_tensor", watched)
+    monkeypatch.setattr(exporter, "_is_split", lambda sharding: True)
     collected(net(), store).save_pretrained(tmp_path / "plain")
     with one_rank(tmp_path, "nccl" if DEVICE == "cuda" else "gloo"):
         averager = collected(fully_shard(net().to(DEVICE)), store)

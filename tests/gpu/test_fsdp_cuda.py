@@ -266,7 +266,7 @@ def test_offloaded_weights_change_only_when_the_gpu_has_read_them(
         raw, expected = model(x), other(x)
         torch.cuda.synchronize()
         if not guarded:
-            monkeypatch.setattr(swap, "_let_copies_end", lambda tensors: None)
+            monkeypatch.setattr(swap, "_wait_for_copies", lambda tensors: None)
         sleep(300.0)
         late = model(x)
         with averager.swapped_into(model):

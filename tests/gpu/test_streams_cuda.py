@@ -334,7 +334,7 @@ def test_page_locking_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) ->
     weight, averager = torch.zeros(1_000_000, device=DEVICE), LatestWeightAverager(k=2)
     for i in range(2):
         weight.fill_(i)
-        with pytest.warns(UserWarning, match="could not be page-locked"):
+        with pytest.warns(UserWarning, match="could not be pinned"):
             averager.collect({"w": weight})
         weight.fill_(float("nan"))
     assert averager.average()["w"].unique().tolist() == [0.5]

@@ -1,8 +1,6 @@
 """The averager in Accelerate: saved and loaded with its checkpoints, on one process and on two."""
 
 import logging
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -228,10 +226,8 @@ def test_what_a_killed_save_left_goes_with_the_next(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.train(1, save=False)
     run.accelerator.project_configuration.automatic_checkpoint_naming = False
-    killed = subprocess.Popen([sys.executable, "-c", ""])
-    killed.wait()
     (tmp_path / "last").mkdir()
-    (tmp_path / "last" / f"averager.pt.{killed.pid}.partial").write_bytes(b"half of it")
+    (tmp_path / "last" / "averager.pt.partial").write_bytes(b"half of it")
     run.accelerator.save_state(str(tmp_path / "last"))
     names = {path.name for path in (tmp_path / "last").iterdir()}
     assert {name for name in names if name.startswith("averager")} == {"averager.pt"}
@@ -294,7 +290,7 @@ def test_shards_in_another_window_say_why(tmp_path: Path) -> None:
         averager = LatestWeightAverager(k=2)
         averager.collect(model)
         save_window(averager, model, tmp_path / "averager", writes=True)
-        with pytest.raises(StateError, match=r"slots\.2.*the k they were saved with, or a smaller"):
+        with pytest.raises(StateError, match=r"k=2.*not k=3"):
             load_window(LatestWeightAverager(k=3), model, tmp_path / "averager")
         with pytest.raises(StateError, match=r"the schedule Every .* has OnPlateau: build it"):
             other = LatestWeightAverager(k=2, schedule=OnPlateau())

@@ -309,7 +309,7 @@ def test_averager(bench: Bench) -> None:
     (resume,) = blocks("averager.md", "Resuming", "python")
     exec(resume, bench.names)
     assert all(map(same_bits, bench.names["averager"].average().values(), average.values()))
-    (sharded,) = blocks("averager.md", "Sharded models", "python")
+    (sharded,) = blocks("sharded.md", "Saving and loading", "python")
     exec(sharded, bench.names | {"resuming": False, "folder": "checkpoint"})
     exec(sharded, bench.names | {"resuming": True, "folder": "checkpoint"})
 
@@ -318,7 +318,7 @@ def test_averager(bench: Bench) -> None:
         model.lm_head.weight.data.fill_(value)
         averager.collect(model)
     names = {"torch": torch, "transformers": transformers, "model": model, "averager": averager}
-    (export,) = blocks("averager.md", "Exporting", "python")
+    (export,) = blocks("export.md", "Exporting the average", "python")
     exec(export, names)
     assert torch.equal(names["model"].lm_head.weight, torch.full_like(model.lm_head.weight, 2.5))
     small = load_file("small/model.safetensors")["lm_head.weight"]

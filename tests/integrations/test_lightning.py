@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAverag
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from support.lightning import QUIET, Net, Watch, loader, loss, mean, same, trainer, weights
 
-from torch_lawa import DiskStore
+from torch_lawa import DiskStore, Every
 from torch_lawa.errors import ConfigError
 from torch_lawa.integrations.lightning import LatestWeightAveraging
 
@@ -52,7 +52,7 @@ def test_averaging_that_never_starts_changes_nothing(tmp_path):
     trainer(tmp_path, max_epochs=3).fit(plain, loader(), loader(seed=1))
     averaging = LatestWeightAveraging(k=4)
     run = trainer(tmp_path, watch, averaging, max_epochs=3)
-    with pytest.warns(UserWarning, match=r"gives 3 snapshot.*k=4 are waited for"):
+    with pytest.warns(UserWarning, match="gives 3 snapshots, and an average needs 4"):
         run.fit(model, loader(), loader(seed=1))
     assert same(weights(model), weights(plain))
     assert all(map(same, watch.validated, watch.epochs))
@@ -232,7 +232,7 @@ def test_an_exception_in_validation_leaves_the_trained_weights(tmp_path, failing
     assert same(held[0], mean(watch.epochs[-2:]))
     assert same(weights(model), watch.epochs[-1])
     assert run.callbacks[:2] == [averaging, watch]
-    with averaging.averager.swapped_into(model):  # nothing is lent any more
+    with averaging.averager.swapped_into(model):  # nothing is swapped any more
         pass
 
 
@@ -323,10 +323,13 @@ def test_the_window_may_live_on_disk(tmp_path):
         ({"store": "cloud"}, "store='cloud': choose one of 'host', 'device'"),
         ({"update_every_n_steps": 0}, "update_every_n_steps=0: it must be an int of at least 1"),
         ({"update_every_n_epochs": 1, "update_every_n_steps": 1}, "give one of them"),
-        ({"update_starting_at_step": 5}, "give the start as update_starting_at_epoch"),
+        ({"update_starting_at_step": 5}, "update_starting_at_epoch"),
         ({"update_starting_at_epoch": -1}, "it must be an int of at least 0"),
-        ({"schedule": None}, "update_every_n_steps, update_every_n_epochs or an overridden"),
-        ({"name": ""}, "give the ending of metric names"),
+        ({"schedule": Every(2), "update_every_n_steps": 2}, "give one of them"),
+        ({"schedule": "often"}, "Every"),
+        ({"schedule": Every(2), "interval": "week"}, "interval='week'"),
+        ({"schedule": Every(2), "update_starting_at_epoch": 2}, "update_starting_at_step"),
+        ({"name": ""}, "suffix of metric names"),
         ({"batch_norm_batches": -1}, "or 0 to keep the statistics"),
         ({"min_snapshots": 0}, "min_snapshots=0"),
     ],
@@ -339,12 +342,12 @@ def test_bad_configuration_is_refused_at_once(options, message):
 @pytest.mark.parametrize(
     ("options", "run", "message"),
     [
-        ({"update_starting_at_epoch": 3}, {"max_epochs": 3}, "run of 3 epochs ends before"),
-        ({"update_every_n_epochs": 3}, {"max_steps": 8}, "run of 2 epochs ends before"),
+        ({"update_starting_at_epoch": 3}, {"max_epochs": 3}, "run of 3 epochs gives 0 snapshots"),
+        ({"update_every_n_epochs": 3}, {"max_steps": 8}, "run of 2 epochs gives 0 snapshots"),
         (
             {"update_every_n_steps": 2, "update_starting_at_step": 9},
             {"max_epochs": 3},
-            r"run of 9 steps ends before .*update_starting_at_step=9.*: begin earlier",
+            r"run of 9 steps gives 0 snapshots.*update_starting_at_step=9",
         ),
     ],
 )

@@ -104,7 +104,7 @@ def test_after_a_fit_without_validation_they_are_there(tmp_path):
     averaging = LatestWeightAveraging(k=2)
     run = trainer(tmp_path, watch, averaging, max_epochs=3)
     run.fit(model, loader())
-    assert averaging.statistics.known(averaging.averager)
+    assert averaging._average.batch_norm.holds(averaging.averager)
     averaged = by_hand(mean(watch.epochs[1:]), loader())
     found = run.test(model, loader(seed=2), verbose=False)[0]["test_loss"]
     assert found == pytest.approx(loss(model, averaged, loader(seed=2)), rel=1e-4)
@@ -194,10 +194,10 @@ def test_the_same_window_has_the_same_statistics_whatever_was_drawn_before(tmp_p
     for seed in (1, 2):
         for draw in (torch.manual_seed, np.random.seed, random.seed):
             draw(seed)
-        averaging.statistics.load_state_dict({})  # forgotten
-        averaging.lend(run)
+        averaging._average.batch_norm.clear()
+        averaging._average.swap_in(run)
         found.append(weights(model))
-        averaging.take_back()
+        averaging._average.restore()
     assert same(*found)
 
 

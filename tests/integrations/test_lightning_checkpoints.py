@@ -19,7 +19,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from torch_lawa.errors import NotReadyError, StateError
 from torch_lawa.integrations.lightning import LatestWeightAveraging
-from torch_lawa.offline import average_checkpoints, plan_average
+from torch_lawa.offline import average_checkpoints
 
 pytestmark = QUIET
 
@@ -318,7 +318,7 @@ def test_killed_while_a_checkpoint_is_overwritten(tmp_path, monkeypatch):
     run = trainer(tmp_path, averaging, max_epochs=4)
     run.fit(Net(), loader(), ckpt_path=path)
     monkeypatch.setattr(run.strategy.checkpoint_io, "save_checkpoint", killed)
-    monkeypatch.setattr("torch_lawa.integrations.lightning.side_files.remove", lambda _: None)
+    monkeypatch.setattr("torch_lawa.integrations.window_files.remove", lambda _: None)
     with pytest.raises(ConnectionError):
         run.save_checkpoint(path)
     assert pending.exists()
@@ -328,7 +328,7 @@ def test_killed_while_a_checkpoint_is_overwritten(tmp_path, monkeypatch):
     trainer(tmp_path, third).validate(Net(), loader(seed=1), ckpt_path=path, verbose=False)
     assert third.averager.snapshot_steps == [6, 9]
     # Both are written, and the window has not taken its place yet.
-    monkeypatch.setattr("torch_lawa.integrations.lightning.side_files.publish", killed)
+    monkeypatch.setattr("torch_lawa.integrations.window_files.publish", killed)
     with pytest.raises(ConnectionError):
         run.save_checkpoint(path)
     assert pending.exists()
@@ -356,7 +356,7 @@ def test_a_save_that_fails_leaves_the_last_one_and_no_litter(tmp_path, monkeypat
         with pytest.raises(OSError, match="no space"):
             run.save_checkpoint(path)
     with monkeypatch.context() as patched:
-        patched.setattr("torch_lawa.integrations.lightning.side_files.sync_file", full)
+        patched.setattr("torch_lawa.integrations.window_files.sync_file", full)
         with pytest.raises(OSError, match="no space"):
             run.save_checkpoint(path)
     assert (path.read_bytes(), Path(f"{path}.lawa").read_bytes()) == before
@@ -375,7 +375,7 @@ def test_a_window_that_is_missing_damaged_or_of_another_checkpoint(tmp_path):
         fit(tmp_path, LatestWeightAveraging(k=2), ckpt=path)
     window.unlink()
     averaging = LatestWeightAveraging(k=2)
-    with pytest.warns(UserWarning, match=r"last.ckpt.lawa is not there: .* an empty window"):
+    with pytest.warns(UserWarning, match=r"last.ckpt.lawa is missing: .* empty window"):
         fit(tmp_path, averaging, ckpt=path, max_epochs=4)
     assert averaging.averager.snapshot_steps == [12]
     # A checkpoint without averaging: its own weights, not the window of another run.
@@ -473,7 +473,7 @@ def test_offline_averaging_of_the_same_checkpoints_is_the_same(tmp_path):
     saving = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1)
     fit(tmp_path, averaging, saving, max_epochs=5)
     assert len(list(folder.glob("*.lawa"))) == 3
-    average_checkpoints(plan_average(folder, tmp_path / "offline.safetensors", last=3))
+    average_checkpoints(folder, tmp_path / "offline.safetensors", last=3)
     assert same(load_file(tmp_path / "offline.safetensors"), averaging.averager.average())
 
 

@@ -211,12 +211,12 @@ def test_two_processes_go_on_bit_for_bit(tmp_path, kind):
             assert same(*map(without_statistics, (a, b)))
     if kind != "ddp":
         window = tmp_path / "first" / "last.ckpt.lawa"
-        assert (window / "callback.pt").is_file()
+        assert (window / "notes.pt").is_file()
         alone = on_ranks(1, look, kind, tmp_path, last, join=False)[0]
         if kind == "model parallel":
             assert same(alone, found[0]["validated"][1])  # shards of two, on one
         else:
-            assert "FSDP cut it up for 2 processes, and now there are 1" in alone
+            assert "for 2 processes, and now there are 1" in alone
 
 
 @pytest.mark.matrix

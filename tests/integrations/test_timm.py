@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import update_bn
 
-from torch_lawa import LatestWeightAverager, average_checkpoints, plan_average
+from torch_lawa import LatestWeightAverager
 from torch_lawa.errors import ConfigError, LayoutError, SwapError
 from torch_lawa.integrations.timm import timm_checkpoint
 from torch_lawa.integrations.torch_swa import from_averaged_model, to_averaged_model
+from torch_lawa.offline import AverageOptions, average_checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +218,7 @@ def test_average_of_timms_checkpoints(timm: ModuleType, tmp_path: Path) -> None:
 
     for key, kept in (("state_dict", history), ("state_dict_ema", averages)):
         out = str(tmp_path / f"{key}.pth.tar")
-        average_checkpoints(plan_average(tmp_path / "run", out, last=3, key=key))
+        average_checkpoints(tmp_path / "run", out, last=3, options=AverageOptions(key=key))
         fresh = timm.create_model("test_resnet", num_classes=3)
         timm.models.load_checkpoint(fresh, out)
         check_averaged(fresh.state_dict(), fresh, kept[-3:])

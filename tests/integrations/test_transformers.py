@@ -34,7 +34,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from torch_lawa import DiskStore, Exponential, average_checkpoints, plan_average
+from torch_lawa import DiskStore, Exponential, average_checkpoints
 from torch_lawa.errors import ConfigError
 from torch_lawa.integrations.transformers import (
     LatestWeightAveragingCallback,
@@ -57,7 +57,7 @@ def test_the_average_of_the_latest_saves_lies_beside_each(tmp_path: Path) -> Non
 
 def test_offline_the_same_folders_give_the_same_bits(tmp_path: Path) -> None:
     trainer(tmp_path / "run", averaging(k=3)).train()
-    average_checkpoints(plan_average(tmp_path / "run", tmp_path / "offline", last=3))
+    average_checkpoints(tmp_path / "run", tmp_path / "offline", last=3)
     assert same(saved(tmp_path / "offline"), saved(tmp_path / "run" / "checkpoint-12" / MODEL))
 
 
@@ -439,15 +439,15 @@ def test_averaged_metrics_reach_tensorboard(
     [
         ({"k": 0}, "k=0: the number of snapshots"),
         ({"store": "cloud"}, "store='cloud': choose one of 'host', 'device'"),
-        ({"collect_strategy": "minutes"}, "collect_strategy='minutes': choose 'save'"),
+        ({"collect_strategy": "minutes"}, "collect_strategy='minutes'"),
         ({"collect_strategy": "steps", "collect_every": 0}, "collect_every=0"),
         ({"collect_every": 5}, "Set save_steps"),
-        ({"start": 1.5}, r"must lie in \[0, 1\)"),
+        ({"start": 1.5}, r"in \[0, 1\)"),
         ({"start": -1}, "must not be negative"),
-        ({"start": "early"}, "give an int, or a fraction"),
-        ({"metrics": "raw"}, "choose 'both' or 'averaged'"),
-        ({"batch_norm_batches": -1}, "give a number of batches, or 0"),
-        ({"batch_norm_batches": 2.5}, "give a number of batches, or 0"),
+        ({"start": "early"}, "start='early'"),
+        ({"metrics": "raw"}, "metrics='raw'"),
+        ({"batch_norm_batches": -1}, "batch_norm_batches=-1"),
+        ({"batch_norm_batches": 2.5}, "batch_norm_batches=2.5"),
         ({"storage_dtype": torch.int8}, "storage_dtype=torch.int8"),
     ],
 )
@@ -461,19 +461,19 @@ def test_mistakes_are_found_when_the_callback_is_made(
 @pytest.mark.parametrize(
     ("callback", "run", "message"),
     [
-        ({"collect_strategy": "steps", "start": 12}, {}, "start=12 leaves out the whole run of 12"),
-        ({"collect_strategy": "steps", "collect_every": 5}, {}, "gives 2 snapshots and .* k=3"),
+        ({"collect_strategy": "steps", "start": 12}, {}, "gives 0 snapshots.* start=12"),
+        ({"collect_strategy": "steps", "collect_every": 5}, {}, "gives 2 snapshots.* k=3"),
         (
             {"collect_strategy": "epoch"},
             {"max_steps": -1, "num_train_epochs": 2.5},
-            "2 whole epochs",
+            "run of 2 epochs",
         ),
-        ({}, {"save_steps": 6}, r"gives 2 snapshots .* save more often \(save_steps\)"),
+        ({}, {"save_steps": 6}, r"gives 2 snapshots.*save_steps"),
         ({}, {"save_strategy": "no"}, "save_strategy='no': nothing is saved"),
         (
             {},
             {"save_strategy": "best", "metric_for_best_model": "loss"},
-            "save_strategy='best': a save depends on the metric",
+            "save_strategy='best'",
         ),
         (
             {},
@@ -500,11 +500,11 @@ def test_mistakes_are_found_when_the_trainer_is_made(
 @pytest.mark.parametrize(
     ("callback", "run", "message"),
     [
-        ({"collect_strategy": "epoch"}, {"max_steps": 6}, "run of 0 whole epochs gives 0"),
-        ({"collect_strategy": "epoch"}, {}, "run of 1 whole epochs gives 1 snapshot and"),
-        ({"start": 0.9}, {"max_steps": -1, "num_train_epochs": 2}, "gives 1 snapshot and"),
-        ({}, {"save_strategy": "epoch", "eval_strategy": "no"}, "gives 2 snapshots and"),
-        ({}, {"save_steps": 0.5}, "gives 2 snapshots and"),
+        ({"collect_strategy": "epoch"}, {"max_steps": 6}, "run of 0 epochs gives 0"),
+        ({"collect_strategy": "epoch"}, {}, "run of 1 epochs gives 1 snapshot,"),
+        ({"start": 0.9}, {"max_steps": -1, "num_train_epochs": 2}, "gives 1 snapshot,"),
+        ({}, {"save_strategy": "epoch", "eval_strategy": "no"}, "gives 2 snapshots,"),
+        ({}, {"save_steps": 0.5}, "gives 2 snapshots,"),
     ],
 )
 def test_mistakes_are_found_before_the_first_step(

@@ -44,8 +44,8 @@ from torch_lawa.integrations.transformers import LatestWeightAveragingTrainer
 
 
 def window(folder: Path) -> dict[str, Any]:
-    """What is saved, but for how the tensors lie."""
-    state: dict[str, Any] = torch.load(folder / WINDOW, weights_only=True)
+    """The saved state of the averager."""
+    state: dict[str, Any] = torch.load(folder / WINDOW, weights_only=True)["windows"]["averager"]
     return state
 
 

@@ -156,9 +156,9 @@ def test_auto_sliding_begins_and_ends_with_the_habit_of_reading(
     collect(2)
     averager.average()
     assert acts[4:] == []
-    assert not window._sums
+    assert not window._mean._sums
     collect(2)
-    assert window._store.evicted is None
+    assert window.store.evicted is None
     small = LatestWeightAverager(k=4)
     for _ in range(8):
         small.collect({"w": torch.randn(200)})
@@ -269,7 +269,7 @@ def test_nan_is_reported_once_and_gone_when_its_snapshot_is(kind: str, folder: P
         broken = {"a": torch.ones(3), "layer.weight": torch.tensor([1.0, float("nan"), 1.0])}
         averager.collect(clean)
         averager.collect(broken)
-        with pytest.warns(NonFiniteWarning, match=r"step 2 holds NaN or Inf in 'layer.weight'"):
+        with pytest.warns(NonFiniteWarning, match=r"step 2 has NaN or Inf in 'layer.weight'"):
             assert averager.average()["layer.weight"].isnan().tolist() == [False, True, False]
         averager.collect(clean)
         assert averager.average()["layer.weight"].isnan().any()  # reported before: no new warning

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from torch_lawa import Exponential, LatestWeightAverager, Uniform
 from torch_lawa.coefficients import Annealing
-from torch_lawa.offline import average_checkpoints, plan_average
+from torch_lawa.offline import AverageOptions, average_checkpoints, plan_average, run_average
 
 State = dict[str, Tensor]
 STEPS = [100, 200, 300, 400]
@@ -134,9 +134,9 @@ def test_every_format_gives_the_online_bits(tmp_path: Path, form: str, dtype: to
         run,
         tmp_path / "mean.safetensors",
         last=3,
-        strip_prefix="model." if form == "lightning" else "",
+        options=AverageOptions(strip_prefix="model." if form == "lightning" else ""),
     )
-    average_checkpoints(plan)
+    run_average(plan)
     expected = averager.average()
     del expected["head.weight"]  # tied: one of the two is written
     assert_equal(load_file(tmp_path / "mean.safetensors"), expected)
@@ -154,9 +154,12 @@ def test_every_rule_and_number_of_threads(tmp_path: Path, rule: Uniform, threads
     for step in STEPS:
         averager.collect(load_file(run / f"step_{step}.safetensors"))
     plan = plan_average(
-        run, tmp_path / "m.safetensors", last=4, coefficients=rule, buffers="average"
+        run,
+        tmp_path / "m.safetensors",
+        last=4,
+        options=AverageOptions(coefficients=rule, buffers="average"),
     )
-    average_checkpoints(plan, threads=threads)
+    run_average(plan, threads=threads)
     assert_equal(load_file(tmp_path / "m.safetensors"), averager.average())
 
 
@@ -187,7 +190,7 @@ def test_any_tensors(
             state[f"t{i}"] = (torch.randn(shape, generator=generator) * 9).to(dtype)
         averager.collect(state)
         save_file(state, folder / f"step_{step}.safetensors")
-    average_checkpoints(plan_average(folder, folder / "m.safetensors", last=k), threads=threads)
+    average_checkpoints(folder, folder / "m.safetensors", last=k, threads=threads)
     made, expected = load_file(folder / "m.safetensors"), averager.average()
     assert set(made) == set(expected)
     for name, tensor in expected.items():
@@ -200,7 +203,7 @@ def test_ties_stay_tied_in_a_torch_file(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     model, averager = trained(run, save_torch, torch.float32, seed=2, k=2)
-    average_checkpoints(plan_average(run, tmp_path / "mean.pt", last=2))
+    average_checkpoints(run, tmp_path / "mean.pt", last=2)
     made = torch.load(tmp_path / "mean.pt", weights_only=True)
     assert made["head.weight"].data_ptr() == made["embedding.weight"].data_ptr()
     assert_equal(made, averager.average())
@@ -215,7 +218,7 @@ def test_a_distributed_folder_in_gives_one_out(tmp_path: Path) -> None:
     model, averager = trained(run, save_distributed, torch.float32, seed=3, k=2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        average_checkpoints(plan_average(run, tmp_path / "mean", last=2))
+        average_checkpoints(run, tmp_path / "mean", last=2)
         state = {"model": {name: torch.zeros_like(t) for name, t in untied(model).items()}}
         dcp.load(state, checkpoint_id=tmp_path / "mean")
     expected = averager.average()
@@ -227,7 +230,7 @@ def test_sharded_in_gives_the_same_shards_out(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     _, averager = trained(run, save_sharded, torch.bfloat16, seed=4, k=2)
-    average_checkpoints(plan_average(run, tmp_path / "mean", last=2))
+    average_checkpoints(run, tmp_path / "mean", last=2)
     index = json.loads((tmp_path / "mean" / "model.safetensors.index.json").read_text())
     newest = json.loads((run / "checkpoint-400" / "model.safetensors.index.json").read_text())
     assert index["weight_map"] == newest["weight_map"]
@@ -238,3 +241,33 @@ def test_sharded_in_gives_the_same_shards_out(tmp_path: Path) -> None:
     del expected["head.weight"]
     assert_equal(made, expected)
     assert (tmp_path / "mean" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude"),
+    [((), ("middle.*", "turned")), (("middle.*", "norm.*"), ()), (("*e*",), ("*.bias", "embed*"))],
+)
+def test_include_and_exclude_select_the_same_tensors_online_and_offline(
+    include: tuple[str, ...], exclude: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The same bits where both average; the rest is raw online and left out offline."""
+    run = tmp_path / "run"
+    run.mkdir()
+    generator, model = torch.Generator().manual_seed(5), Net(torch.bfloat16)
+    averager = LatestWeightAverager(k=3, include=include, exclude=exclude)
+    for step in STEPS:
+        shake(model, generator)
+        averager.collect(model, step=step)
+        save_single(model, run, step)
+    out = tmp_path / "mean.safetensors"
+    average_checkpoints(plan_average(run, out, last=3, include=include, exclude=exclude))
+    made, online, newest = load_file(out), averager.average(), untied(model)
+    del online["head.weight"]
+    assert 0 < len(made) < len(newest)
+    assert_equal(made, {name: online[name] for name in made})
+    assert_equal(
+        {name: tensor for name, tensor in online.items() if name not in made},
+        {name: tensor for name, tensor in newest.items() if name not in made},
+    )
+    averager.save_pretrained(tmp_path / "exported")
+    assert_equal(load_file(tmp_path / "exported" / "model.safetensors"), online)

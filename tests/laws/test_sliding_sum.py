@@ -126,13 +126,13 @@ def test_no_drift_in_ten_thousand_updates() -> None:
 def test_the_usual_case_slides_and_adds_little_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard must not turn every update into a rebuild, or the cost depends on k again."""
     refreshed: list[int] = []
-    original = SlidingSum._refresh
+    original = SlidingSum._sum_again
 
     def watched(self: SlidingSum, rows: Tensor, window: list[Tensor]) -> None:
         refreshed.append(rows.numel())
         original(self, rows, window)
 
-    monkeypatch.setattr(SlidingSum, "_refresh", watched)
+    monkeypatch.setattr(SlidingSum, "_sum_again", watched)
     stream = [torch.randn(100_000) * 0.02]
     for _ in range(40):
         stream.append(stream[-1] + torch.randn(100_000) * 1e-3)
@@ -144,10 +144,10 @@ def test_the_usual_case_slides_and_adds_little_afresh(monkeypatch: pytest.Monkey
 def test_a_spike_everywhere_is_forgotten(monkeypatch: pytest.MonkeyPatch, spike: float) -> None:
     """After a diverged snapshot has left, rows are trusted again."""
     refreshed: list[int] = []
-    original = SlidingSum._refresh
+    original = SlidingSum._sum_again
     monkeypatch.setattr(
         SlidingSum,
-        "_refresh",
+        "_sum_again",
         lambda self, rows, window: (refreshed.append(rows.numel()), original(self, rows, window)),
     )
     start = torch.randn(640)

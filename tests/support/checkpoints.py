@@ -53,5 +53,5 @@ def write_zip(
 
 
 def patched(data: bytes, at: int, new: bytes) -> bytes:
-    """With other bytes at a place."""
+    """With other bytes at a location."""
     return data[:at] + new + data[at + len(new) :]

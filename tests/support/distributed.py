@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from torch_lawa.checkpoints.formats.dcp import DistributedCheckpoint
-from torch_lawa.checkpoints.storage.paths import LocalPlace
+from torch_lawa.checkpoints.storage.paths import LocalPath
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -42,7 +42,7 @@ def quietly(act: Callable[..., object], *args: object, **kwargs: object) -> None
 def save(folder: Path, state: dict[str, Any]) -> DistributedCheckpoint:
     """One process saves a state dict."""
     quietly(dcp.save, state, checkpoint_id=folder)
-    return DistributedCheckpoint(LocalPlace(folder))
+    return DistributedCheckpoint(LocalPath(folder))
 
 
 class Shards(SavePlanner):

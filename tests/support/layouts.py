@@ -28,7 +28,7 @@ def save(path: Path, **metadata: str) -> Path:
 
 def names(discovery: Discovery, root: Path) -> list[str]:
     """What was found, relative to `root`."""
-    return [Path(str(found.place)).relative_to(root).as_posix() for found in discovery.found]
+    return [Path(str(found.location)).relative_to(root).as_posix() for found in discovery.found]
 
 
 def hugging_face(*names: str) -> list[str]:

@@ -1,14 +1,14 @@
-"""The tables of docs/guides/scale.md, made by the calculator. Run it to write them anew."""
+"""The tables of docs/guides/scale.md, made by the calculator. Run it to update the page."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from torch_lawa.capacity.estimate import Cost, Run, cost_of, parse_count
+from torch_lawa.capacity.estimate import Cost, TrainingRun, cost_of, parse_count
+from torch_lawa.capacity.fit import check_fit, format_seconds, largest_k, smallest_nu
 from torch_lawa.capacity.machine import GIB, Machine, constants
-from torch_lawa.capacity.verdict import format_seconds, judge, largest_k, smallest_nu
 from torch_lawa.units import format_bytes
 
-PAGE = Path(__file__).parents[1] / "docs" / "guides" / "scale.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "scale.md"
 SIZES = ("7B", "70B", "400B")
 GPUS = (8, 64, 512, 4096)
 SETTINGS = {
@@ -20,21 +20,21 @@ REASONS = {"run": "the run", "gpu": "GPU memory", "host": "RAM", "time": "time"}
 
 
 def plan(size: str, gpus: int, **options: object) -> Cost:
-    return cost_of(Run(params=parse_count(size), gpus=gpus, **options))  # type: ignore[arg-type]
+    return cost_of(TrainingRun(params=parse_count(size), gpus=gpus, **options))  # type: ignore[arg-type]
 
 
-def verdict(cost: Cost) -> str:
-    problems = judge(cost).problems
+def conclusion(cost: Cost) -> str:
+    problems = check_fit(cost).problems
     if problems:
         return "no: " + ", ".join(REASONS[p.kind] for p in problems)
     return f"yes, {format_bytes(cost.gpu_left)} left"
 
 
 def without_averaging(cost: Cost) -> str | None:
-    """Where the run does not fit by itself: how much it would need."""
-    if verdict(cost) != "no: the run":
+    """How much a run needs that does not fit even without averaging."""
+    if conclusion(cost) != "no: the run":
         return None
-    return f"the run by itself needs {format_bytes(cost.gpu_training)} a GPU"
+    return f"the run alone needs {format_bytes(cost.gpu_training)} per GPU"
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
@@ -54,12 +54,12 @@ def up_to_a_hundred(k: int | None) -> str:
 def snapshot() -> str:
     head = (
         "parameters, GPUs",
-        "a snapshot, a GPU",
-        "window, RAM a node",
+        "snapshot, per GPU",
+        "window, RAM per node",
         "of 1 TiB",
         "copy on the GPU",
-        "to RAM, behind training",
-        "to disk, behind training",
+        "to RAM, in the background",
+        "to disk, in the background",
         "mean read from RAM",
         "from disk",
     )
@@ -99,7 +99,7 @@ def stores() -> str:
             if too_large := without_averaging(plan(size, gpus)):
                 rows.append([f"{size}, {gpus}", too_large, *[""] * 4])
                 continue
-            cells = [verdict(plan(size, gpus, **option)) for option in options.values()]
+            cells = [conclusion(plan(size, gpus, **option)) for option in options.values()]
             rows.append([f"{size}, {gpus}", *cells])
     return table(("parameters, GPUs", *options), rows)
 
@@ -121,14 +121,14 @@ def windows() -> str:
 
 
 def intervals() -> str:
-    head = ["parameters, GPUs", "to RAM", "ν, 1 s a step"]
+    head = ["parameters, GPUs", "to RAM", "ν, 1 s steps"]
     for disk in (5, 1):
-        head += [f"to disk, {disk} GB/s a node", "ν, 1 s a step", "ν, 10 s a step"]
+        head += [f"to disk, {disk} GB/s per node", "ν, 1 s steps", "ν, 10 s steps"]
     rows = []
     for size, counts in SETTINGS.items():
         for gpus in counts:
             host = plan(size, gpus, step_seconds=1.0)
-            if not judge(host).fits:
+            if not check_fit(host).fits:
                 continue
             row = [f"{size}, {gpus}", format_seconds(host.behind_seconds), smallest_nu(host.run)]
             for disk in (5, 1):
@@ -147,10 +147,10 @@ def intervals() -> str:
 def replicated() -> str:
     head = (
         "parameters",
-        "a snapshot, a GPU",
-        "window, RAM a node",
+        "snapshot, per GPU",
+        "window, RAM per node",
         "of 1 TiB",
-        "one rank a node would save",
+        "saved by one window per node",
         "fits",
     )
     rows = []
@@ -167,7 +167,7 @@ def replicated() -> str:
             format_bytes(cost.host.node),
             percent(cost.host.node / (1024 * GIB)),
             format_bytes(cost.saved_by_sharing),
-            verdict(cost),
+            conclusion(cost),
         ]
         rows.append([f"{size}, {dtype}", *row])
     return table(head, rows)
@@ -199,7 +199,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def filled(text: str) -> str:
-    """`text` with every table between its markers made anew."""
+    """`text` with every table between its markers replaced."""
     for name, make in TABLES.items():
         begin, end = f"<!-- table {name} -->\n", f"<!-- end {name} -->"
         assert text.count(begin) == text.count(end) == 1, name

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save, save_file
 
-from torch_lawa.offline.watch import Averaged, Watcher
+from torch_lawa.offline import Averaged, AverageOptions
+from torch_lawa.offline.watching.watcher import Watcher
 
 Weights = dict[str, NDArray[Any]]
 
@@ -85,7 +86,7 @@ def assert_file(path: Path, expected: Weights) -> None:
 
 
 class Watch:
-    """A watcher whose clock moves when it is told to, and what it said and wrote."""
+    """A watcher with a clock of its own, and what it said and wrote."""
 
     def __init__(self, run: Path | str, output: Path | str, *, k: int = 3, **how: Any) -> None:
         self.now, self.said, self.averaged = 0.0, list[str](), list[Averaged]()
@@ -95,24 +96,25 @@ class Watch:
             output,
             k=k,
             settle=how.pop("settle", 20.0),
+            once=how.pop("once", False),
             on_message=self.said.append,
             on_average=self.averaged.append,
             stop=self.stop,
             clock=lambda: self.now,
-            **how,
+            options=AverageOptions(**how),
         )
         self.window = self._watcher._window
 
     def look(self, times: int = 1) -> list[str]:
-        """So many looks, ten seconds apart; what was said."""
+        """Poll several times, ten seconds apart; what was said."""
         before = len(self.said)
         for _ in range(times):
-            self._watcher.look()
+            self._watcher.poll()
             self.now += 10
         return self.said[before:]
 
     def settle(self) -> list[str]:
-        """Enough looks for all that is there to be taken."""
+        """Poll often enough for all checkpoints to be taken."""
         return self.look(3)
 
     @property

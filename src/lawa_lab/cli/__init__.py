@@ -3,7 +3,10 @@
 __all__ = ["VERBS"]
 
 VERBS = {
-    "demo": ("lawa_lab.cli.demo", "Train a small net on embedded data; show what averaging saves."),
+    "demo": ("lawa_lab.cli.demo", "Train a small network and show what averaging saves."),
     "train": ("lawa_lab.cli.train", "Train a recipe with averaging inside."),
-    "report": ("lawa_lab.cli.report", "Show what averaging saved: tables, figures, one page."),
+    "report": (
+        "lawa_lab.cli.report",
+        "Show what averaging saved, as tables, figures and one page.",
+    ),
 }

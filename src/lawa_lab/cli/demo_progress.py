@@ -1,4 +1,4 @@
-"""What a person sees while the demo trains: raw and averaged weights, seed by seed."""
+"""The progress of `lawa demo`: raw and averaged weights, one line per seed."""
 
 import contextlib
 import math
@@ -11,16 +11,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from lawa_lab.cli.report_tables import AVERAGED_STYLE, RAW_STYLE
 from lawa_lab.recipes.loop import TrainingCallback
 from torch_lawa.metrics import Row
 
-__all__ = ["AVERAGED_STYLE", "RAW_STYLE", "Progress", "show_progress"]
-
-RAW_STYLE, AVERAGED_STYLE = "dark_orange", "dodger_blue1"
+__all__ = ["DemoProgress", "show_progress"]
 
 
-class Progress(TrainingCallback):
-    """Raw and averaged weights side by side, a line for each seed, updated in place."""
+class DemoProgress(TrainingCallback):
+    """Raw and averaged weights side by side, one line per seed, updated in place."""
 
     def __init__(self, console: Console, seeds: Sequence[int], epochs: int) -> None:
         self._console, self._epochs = console, epochs
@@ -29,11 +28,11 @@ class Progress(TrainingCallback):
         self._seed_begin = self._begin
 
     def on_rows(self, rows: list[Row]) -> None:
-        """Take the rows of one more epoch."""
+        """Show the rows of one more epoch."""
         self._rows[rows[0]["seed"]] = rows
 
     def on_seed_done(self) -> None:
-        """Say so in a line, where nothing is live."""
+        """Print a line, if there is no live display."""
         done = [rows for rows in self._rows.values() if rows][-1]
         seconds, self._seed_begin = time.monotonic() - self._seed_begin, time.monotonic()
         if not self._console.is_interactive:
@@ -55,8 +54,8 @@ class Progress(TrainingCallback):
             epoch = rows[0]["epoch"] if rows else 0
             raw, averaged = _cells(rows)
             bar = ProgressBar(total=self._epochs, completed=epoch, width=14)
-            place = f"{epoch}/{self._epochs}"
-            table.add_row(f"seed {seed}", place, bar, *raw, *averaged)
+            done = f"{epoch}/{self._epochs}"
+            table.add_row(f"seed {seed}", done, bar, *raw, *averaged)
         return Group(table, Text(), Text(self._pace(), style="dim"))
 
     def _pace(self) -> str:
@@ -72,15 +71,16 @@ class Progress(TrainingCallback):
 @contextlib.contextmanager
 def show_progress(
     seeds: Sequence[int], epochs: int, *, k: int, as_json: bool
-) -> Iterator[Progress]:
-    """Show progress while the block runs: live on a terminal, else a line for each seed."""
+) -> Iterator[DemoProgress]:
+    """Show progress while the block runs: live on a terminal, else one line per seed."""
     console = Console(stderr=as_json, highlight=False)
     console.print(
-        f"A small conv net learns scikit-learn's digits: {len(seeds)} seeds, {epochs} epochs each."
-        f" After every epoch: raw weights and the average of the {k} latest epochs on images held"
-        " out, BatchNorm statistics re-estimated for both.\n"
+        f"A small convolutional network learns scikit-learn's digits with {len(seeds)} seeds and "
+        f"{epochs} epochs each. After every epoch, the raw weights and the average of the {k} "
+        "latest epochs are evaluated on held-out images, both with re-estimated BatchNorm "
+        "statistics.\n"
     )
-    view = Progress(console, seeds, epochs)
+    view = DemoProgress(console, seeds, epochs)
     if not console.is_interactive:
         yield view
         return

@@ -18,7 +18,7 @@ __all__ = ["command"]
 _EXAMPLES = """
 \b
 Examples:
-  lawa report runs/cifar                    the tables of all runs below a folder
+  lawa report runs/cifar                    tables of all runs below a folder
   lawa report a/metrics.jsonl b/metrics.jsonl --metric test_accuracy
   lawa report runs/cifar -o report          a page and figures as well
   lawa report runs/cifar --tensorboard events
@@ -27,7 +27,18 @@ Examples:
 _PAGE, _JSON, _FIGURES = "report.html", "report.json", "figures"
 
 
-@click.command("report", epilog=_EXAMPLES)
+class _Command(click.Command):
+    """Lists the figures of the registry below the examples."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_epilog(ctx, formatter)
+        from lawa_lab.report.figures import FIGURES
+
+        with formatter.section("Figures (those that the rows have data for)"):
+            formatter.write_dl([(kind.name, kind.heading) for kind in FIGURES.values()])
+
+
+@click.command("report", cls=_Command, epilog=_EXAMPLES)
 @click.argument(
     "metrics",
     nargs=-1,
@@ -40,19 +51,19 @@ _PAGE, _JSON, _FIGURES = "report.html", "report.json", "figures"
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="Write report.html, report.json and figures here.",
+    help="Write report.html, report.json and figures to FOLDER.",
 )
-@click.option("--k", type=click.IntRange(min=1), help="The window of the main table.")
-@click.option("--metric", metavar="NAME", help="Only this value, such as test_accuracy.")
+@click.option("--k", type=click.IntRange(min=1), help="Window of the main table.")
+@click.option("--metric", metavar="NAME", help="Report only this metric, such as test_accuracy.")
 @click.option("--title", metavar="TEXT", help="Title of the page.")
 @click.option(
     "--tensorboard",
     "events",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="Write all series as TensorBoard event files here.",
+    help="Write all series to FOLDER as TensorBoard event files.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the report for programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier report in the same folder.")
 def command(
     metrics: tuple[Path, ...],
@@ -64,33 +75,34 @@ def command(
     as_json: bool,
     overwrite: bool,
 ) -> None:
-    """Show what averaging saved: tables, figures, one page.
+    """Show what averaging saved, as tables, figures and one page.
 
-    METRICS are metrics.jsonl files, or folders with such files in or below them. Seeds of one run
-    are put together; runs of one recipe are held against each other.
+    METRICS are files of metrics or folders. A folder stands for the metrics.jsonl files in and
+    below it; if there are none, for its other .jsonl files with rows of weights, each a run of its
+    own. Seeds of one run are combined, and runs of one recipe are compared with each other.
     """
-    from lawa_lab.report.reading import files_of
+    from lawa_lab.report.rows import find_files
     from lawa_lab.report.runs import load_runs
-    from lawa_lab.report.summarising import summarise
+    from lawa_lab.report.summary import summarise
 
     if output is not None and not overwrite:
         _refuse_earlier(output)
     runs = load_runs(metrics)
     report = summarise(runs, metric=metric, k=k)
-    # What was asked for is printed whatever happens to the files, which may need an extra; and
-    # they are written although nobody reads any more, as behind `| head`.
+    # The tables are printed even if writing files fails, for example without matplotlib; and the
+    # files are written even if nobody reads the tables any more, as in `| head`.
     unheard: BaseException | None = None
     try:
         _print(report, as_json=as_json)
-    except (BrokenPipeError, SystemExit) as error:  # the latter is how rich puts it
+    except (BrokenPipeError, SystemExit) as error:  # the latter is rich's reaction to a closed pipe
         unheard = error
     if events is not None:
         from lawa_lab.report.tensorboard import save_events
 
-        places = save_events(runs, events, overwrite=overwrite)
-        click.echo(f"{len(places)} series in {events}: tensorboard --logdir {events}", err=True)
+        folders = save_events(runs, events, overwrite=overwrite)
+        click.echo(f"{len(folders)} series in {events}: tensorboard --logdir {events}", err=True)
     if output is not None:
-        _write(runs, report, output, title or _title(report), files_of(metrics))
+        _write(runs, report, output, title or "What averaging saved", list(find_files(metrics)))
         click.echo(f"The page is {output / _PAGE}.", err=True)
     if unheard is not None:
         raise unheard
@@ -120,7 +132,7 @@ def _write(
     try:
         figures = save_figures(runs, report, output / _FIGURES)
         save_page(runs, report, output / _PAGE, title=title, files=files)
-    except LawaError as error:  # such as a missing matplotlib
+    except LawaError as error:  # for example without matplotlib
         raise LawaError(f"{error}. The tables and {output / _JSON} are complete.") from None
     finally:
         names = [path.relative_to(output).as_posix() for path in figures]
@@ -130,12 +142,8 @@ def _write(
             (output / name).unlink(missing_ok=True)
 
 
-def _title(report: "Report") -> str:
-    return f"What averaging saved: {', '.join(recipe.recipe for recipe in report.recipes)}"
-
-
 def _earlier_figures(output: Path) -> set[str]:
-    """What an earlier report drew: figures of other runs must not stay among the new ones."""
+    """The figures of an earlier report, which must not be left among the new ones."""
     try:
         names = json.loads((output / _JSON).read_bytes())["figures"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -148,6 +156,6 @@ def _refuse_earlier(output: Path) -> None:
     there = [name for name in (_PAGE, _JSON, _FIGURES) if (output / name).exists()]
     if there:
         raise OutputError(
-            f"{output} already holds {', '.join(there)}: pass --overwrite to replace the report, "
+            f"{output} already holds {', '.join(there)}. Pass --overwrite to replace the report, "
             "or choose another folder with -o."
         )

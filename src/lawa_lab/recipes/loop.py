@@ -11,10 +11,11 @@ from pathlib import Path
 
 from lawa_lab.recipes.parallel import Parallel
 from lawa_lab.recipes.run_folder import RunFolder, RunPlan
-from lawa_lab.recipes.runtime import StopSignal, deterministic, process_group
+from lawa_lab.recipes.runtime import deterministic, process_group, stop_request
 from lawa_lab.recipes.task import Task, Worker
 from lawa_lab.recipes.trainer import Trainer
 from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
+from torch_lawa.cli.signals import StopRequest
 from torch_lawa.metrics import MetricsWriter, Row
 
 __all__ = ["Outcome", "TrainingCallback", "make_task", "train"]
@@ -69,7 +70,7 @@ def train(
         contextlib.ExitStack() as stack,
     ):
         task = make_task(plan, worker)  # may take a while; Ctrl-C has nothing to save yet
-        stop = stack.enter_context(StopSignal())
+        stop = stack.enter_context(stop_request())
         trainer = Trainer(plan, task, worker, compile=compile, parallel=parallel)
         if worker.rank == 0:
             folder.begin(plan, world_size=worker.world_size)
@@ -100,7 +101,7 @@ def _loop(
     trainer: Trainer,
     folder: RunFolder,
     writer: MetricsWriter | None,
-    stop: StopSignal,
+    stop: StopRequest,
     *,
     save_trajectory: bool,
     save_seconds: float,
@@ -111,7 +112,7 @@ def _loop(
     for batch in trainer.batches():
         trainer.train_step(batch)
         callback.on_step(trainer.step)
-        if trainer.step % trainer.interval == 0:
+        if trainer.averager.schedule.due(trainer.step):
             trainer.collect()
             if save_trajectory:
                 whole = trainer.parallel.whole(trainer.model)

@@ -2,20 +2,23 @@
 
 import contextlib
 import os
-import signal
-import threading
-import time
 from collections.abc import Iterator
 from datetime import timedelta
-from types import FrameType
 
 import torch
 
 from lawa_lab.recipes.task import Worker
+from torch_lawa.cli.signals import StopRequest
 from torch_lawa.errors import ConfigError, LawaError, RankError
-from torch_lawa.ranks.barrier import absence_explained
+from torch_lawa.ranks.barrier import explain_missing_ranks
 
-__all__ = ["StopSignal", "choose_worker", "deterministic", "process_group", "require_deterministic"]
+__all__ = [
+    "choose_worker",
+    "deterministic",
+    "process_group",
+    "require_deterministic",
+    "stop_request",
+]
 
 # Timeout of collectives: longer than a rank may take to write a checkpoint.
 _TIMEOUT = timedelta(minutes=10)
@@ -73,7 +76,7 @@ def process_group(worker: Worker, *, always: bool = False) -> Iterator[None]:
         intact = False
         try:
             # torchrun sends SIGTERM to the remaining ranks; they first report which one is missing.
-            with StopSignal(), absence_explained():
+            with stop_request(), explain_missing_ranks():
                 raise
         except RankError as found:
             raise RankError(f"{found} Resume with the same command and --resume.") from error
@@ -125,33 +128,9 @@ def require_deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(on, warn_only=lenient)
 
 
-class StopSignal:
-    """Records Ctrl-C and SIGTERM in `requested`; a second signal raises `KeyboardInterrupt`.
+def stop_request() -> StopRequest:
+    """Ctrl-C and SIGTERM as a request to stop after the current step.
 
-    The loop checks `requested` after each step, so that a checkpoint is that of a whole step. A
-    launcher may repeat a signal that the terminal has already sent: one that arrives within two
-    seconds of the first is taken as the same.
+    torchrun may repeat a signal that the terminal has already sent to every process.
     """
-
-    _SAME_SECONDS = 2.0
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._at = 0.0
-
-    def __enter__(self) -> "StopSignal":
-        self._before = {}
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._notice)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _notice(self, number: int, frame: FrameType | None) -> None:
-        if self.requested and time.monotonic() - self._at > self._SAME_SECONDS:
-            raise KeyboardInterrupt
-        if not self.requested:
-            self.requested, self._at = True, time.monotonic()
+    return StopRequest(repeat_seconds=2.0)

@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from torch_lawa.ranks.barrier import roll_call
+from torch_lawa.ranks import barrier
 
 __all__ = ["Batch", "Task", "Worker", "mixed_seed", "seeded"]
 
@@ -32,7 +32,7 @@ class Worker:
     def barrier(self, where: str) -> None:
         """Wait for all ranks; an error names the missing ranks and `where` they were expected."""
         if self.world_size > 1:
-            roll_call(where)
+            barrier.barrier(where)
 
     def total(self, values: Sequence[float]) -> list[float]:
         """The sums of values over all ranks."""

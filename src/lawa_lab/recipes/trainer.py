@@ -22,6 +22,7 @@ from torch_lawa.coefficients import Coefficients, parse_coefficients
 from torch_lawa.errors import ConfigError, LawaError, StateError
 from torch_lawa.evaluation import evaluate_side_by_side
 from torch_lawa.metrics import MetricsWriter, Row
+from torch_lawa.schedule import Every
 
 __all__ = ["Trainer"]
 
@@ -45,7 +46,7 @@ class Trainer:
         self.parallel = choose_parallel(parallel, worker)
         self.config = config = plan.config
         self.num_steps = config.epochs * task.num_batches
-        self.interval = config.nu or task.num_batches
+        self.schedule = Every(config.nu or max(task.num_batches, 1))  # `_check` refuses 0 batches
         self._check()
         cuda = worker.device.type == "cuda"
         torch.manual_seed(mixed_seed(plan.seed, _MODEL))
@@ -56,7 +57,9 @@ class Trainer:
         compiled = cuda and self.parallel.compiles if compile is None else compile
         self.forward: nn.Module = torch.compile(self.model) if compiled else self.model  # type: ignore[assignment]
         self.trained = self.parallel.trained(self.forward)
-        self.averager = LatestWeightAverager(k=max(config.ks), store="device" if cuda else "host")
+        self.averager = LatestWeightAverager(
+            k=max(config.ks), schedule=self.schedule, store="device" if cuda else "host"
+        )
         methods = map(parse_method, config.methods)
         self.methods = {str(method): (method, method.build(self.model)) for method in methods}
         self.method_seconds = dict.fromkeys(self.methods, 0.0)
@@ -75,8 +78,10 @@ class Trainer:
     @property
     def evaluation_due(self) -> bool:
         """Whether to evaluate now: after every N-th snapshot, and at the end."""
-        every = self.interval * self.config.evaluate_every
-        return self.step % every == 0 or self.step == self.num_steps
+        collected = self.averager.snapshot_steps[-1:] == [self.step]
+        every = self.config.evaluate_every
+        due = collected and self.averager.num_collected % every == 0
+        return due or self.step == self.num_steps
 
     def batches(self) -> Iterator[Batch]:
         """The remaining batches."""
@@ -129,15 +134,14 @@ class Trainer:
         self._pause()
         self.parallel.synchronize_buffers(self.model)
         config = self.config
-        number = self.step // (self.interval * config.evaluate_every)
+        number = self.averager.num_collected // config.evaluate_every
         last = self.step == self.num_steps
         whole = number % config.variants_every == 0 or last
-        window: Any = self.averager
-        methods = [averager for _, averager in self.methods.values()]
+        averagers = [self.averager, *(averager for _, averager in self.methods.values())]
         with self.autocast():
             rows = evaluate_side_by_side(
                 self.model,
-                [window, *methods] if methods else window,
+                averagers,
                 lambda _: self.task.evaluate(self.forward),
                 labels=self._labels(),
                 ks=_averages(config)[: None if whole else 1],
@@ -293,8 +297,8 @@ class Trainer:
             raise ConfigError(
                 f"batch_size={config.batch_size}: not a multiple of the {world_size} processes."
             )
-        num_snapshots = self.num_steps // self.interval
-        if num_snapshots < max(config.ks):
+        num_snapshots = self.schedule.expected(range(1, self.num_steps + 1))
+        if num_snapshots is not None and num_snapshots < max(config.ks):
             raise ConfigError(
                 f"k={max(config.ks)}: the run takes {num_snapshots} snapshots, so this window "
                 "would never be full. Train longer, or lower --ks or --nu."

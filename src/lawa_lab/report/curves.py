@@ -1,7 +1,7 @@
-"""A metric, and one series of it as a curve on an axis: epochs, steps, seconds, GPU-hours.
+"""A metric, and the values of one series as a curve over epochs, steps, seconds or GPU-hours.
 
-On the axes of time a point lies where its value was *known*: after the training until then and all
-that this series cost so far, averaging, BatchNorm passes and evaluations alike.
+On the time axes a point is placed where its value became *known*: after the training up to there
+and everything this series has cost so far, including averaging, BatchNorm passes and evaluations.
 """
 
 import bisect
@@ -21,12 +21,12 @@ __all__ = [
     "curve_of",
     "in_order",
     "moment_of",
-    "shared_looks",
+    "shared_evaluations",
 ]
 
 Axis: TypeAlias = Literal["epoch", "step", "seconds", "gpu_hours"]
 
-# The last word of a value's name tells which way is better.
+# The last word of a metric's name says which direction is better.
 BETTER: dict[str, Literal["lower", "higher"]] = {
     "loss": "lower",
     "perplexity": "lower",
@@ -37,7 +37,7 @@ BETTER: dict[str, Literal["lower", "higher"]] = {
 
 @dataclass(frozen=True)
 class Metric:
-    """A value in the rows, and which way is better."""
+    """A value in the rows, and which direction is better."""
 
     name: str
     better: Literal["lower", "higher"]
@@ -53,42 +53,42 @@ class Metric:
         return value < other if self.better == "lower" else value > other
 
     def best(self, values: Iterable[float | None]) -> float | None:
-        """The best of the values that are there."""
+        """The best of the values that are not missing."""
         there = [value for value in values if value is not None]
         return (min if self.better == "lower" else max)(there, default=None)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One series of one seed: where it was (`at`) and what it was worth, in order."""
+    """One series of one seed: positions on the axis (`at`) and the values there, in order."""
 
     at: tuple[float, ...]
     values: tuple[float | None, ...]
 
     def reach(self, metric: Metric, target: float) -> float | None:
-        """Where the series first is as good as `target`, None where it never is.
+        """Where the series is first as good as `target`, or None if it never is.
 
         >>> Curve((1, 2, 3), (0.9, 0.3, 0.5)).reach(Metric("loss", "lower"), 0.5)
         2
         """
         places, records, sign = self._bests[metric.better]
-        # The first record that is as good: records improve, so `sign * record` only grows.
+        # Records only improve, so `sign * record` is sorted.
         found = bisect.bisect_left(records, sign * target)
         return places[found] if found < len(places) else None
 
     def records(self, metric: Metric) -> list[float]:
-        """The values that were better than all before, in order."""
+        """The values that were better than all earlier ones, in order."""
         _, records, sign = self._bests[metric.better]
         return [sign * record for record in records]
 
     def value_at(self, at: float) -> float | None:
-        """What the series was worth then: the value of the last point that is not later."""
+        """The value of the last point that is not later than `at`."""
         found = bisect.bisect_right(self.at, at)
         return self.values[found - 1] if found else None
 
     @cached_property
     def _bests(self) -> dict[str, tuple[list[float], list[float], float]]:
-        """By direction: where each record was set, and the record times the direction's sign."""
+        """By direction: where each record was set, the record times the sign, and the sign."""
         bests: dict[str, tuple[list[float], list[float], float]] = {}
         for better, sign in (("lower", -1.0), ("higher", 1.0)):
             places: list[float] = []
@@ -102,30 +102,30 @@ class Curve:
 
 
 def moment_of(row: Row) -> float:
-    """What a row is ordered by: its step, or its epoch where steps are not counted."""
+    """What rows are ordered by: the step, or the epoch if there is no step."""
     for name in ("step", "epoch"):
         if row.get(name) is not None:
             return float(row[name])
-    raise FormatError("a row of metrics has neither `step` nor `epoch`: nothing orders it.")
+    raise FormatError("a row of metrics has neither `step` nor `epoch`.")
 
 
 def in_order(rows: Iterable[Row]) -> list[Row]:
-    """The rows of one seed and series by moment; of a moment that was written twice, the later.
+    """The rows of one seed and series, sorted; of rows written twice, the later one.
 
-    A resumed run repeats what came after its last checkpoint, and that is what it went on from.
+    A resumed run repeats what came after its last checkpoint.
     """
     latest = {moment_of(row): row for row in rows}
     return [latest[moment] for moment in sorted(latest)]
 
 
-def shared_looks(own: Sequence[float], other: Sequence[float]) -> set[float]:
-    """The moments of one series that count when it is held against another one.
+def shared_evaluations(own: Sequence[float], other: Sequence[float]) -> set[float]:
+    """The moments of one series that count when it is compared with another.
 
-    Who looks more often is sooner seen to reach a value, by up to the other's interval. So between
-    the first and the last look at the other series, only moments at which both were looked at
-    count. All count where there is no such moment.
+    A series that is evaluated more often is seen to reach a value earlier, by up to the interval
+    of the other. So between the first and the last evaluation of the other series, only moments
+    at which both were evaluated count. If there is no such moment, all count.
 
-    >>> sorted(shared_looks(own=[1, 2, 3, 4, 5, 6, 7], other=[2, 4, 6]))
+    >>> sorted(shared_evaluations(own=[1, 2, 3, 4, 5, 6, 7], other=[2, 4, 6]))
     [1, 2, 4, 6, 7]
     """
     if not set(own) & set(other):
@@ -137,8 +137,8 @@ def shared_looks(own: Sequence[float], other: Sequence[float]) -> set[float]:
 def curve_of(rows: Iterable[Row], usual: Iterable[Row], metric: Metric, axis: Axis) -> Curve:
     """The curve of one series of one seed.
 
-    `usual` are the rows of the same seed's raw weights as they are usually evaluated. An average
-    is charged with those evaluations too, since it comes on top of them.
+    `usual` are the same seed's raw weights with running BatchNorm statistics. An average is charged
+    for those evaluations as well, because they are needed with or without averaging.
     """
     own = in_order(rows)
     if axis in ("epoch", "step"):
@@ -157,7 +157,7 @@ def curve_of(rows: Iterable[Row], usual: Iterable[Row], metric: Metric, axis: Ax
 
 
 def _clock(rows: Sequence[Row], usual: Sequence[Row]) -> list[float]:
-    """Seconds until each row was known: the training and all that this series cost so far."""
+    """Seconds until each row was known: training, and everything this series has cost so far."""
     clock = []
     own = raw_evaluations = 0.0
     waiting = iter(usual)
@@ -167,7 +167,7 @@ def _clock(rows: Sequence[Row], usual: Sequence[Row]) -> list[float]:
             row.get(f"{act}_seconds") or 0.0 for act in ("average", "batch_norm", "evaluate")
         )
         spent = _known(row, "train_seconds") + own
-        if row.get("weights") == "averaged":
+        if row.get("weights") != "raw":
             while next_usual is not None and moment_of(next_usual) <= moment_of(row):
                 raw_evaluations += next_usual.get("evaluate_seconds") or 0.0
                 next_usual = next(waiting, None)
@@ -181,6 +181,6 @@ def _known(row: Row, name: str) -> float:
     if value is None:
         raise FormatError(
             f"a row at {'step' if row.get('step') is not None else 'epoch'} {moment_of(row):g} "
-            f"does not say its `{name}`, so nothing can be counted by it."
+            f"has no `{name}`."
         )
     return value  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
-"""Rows of metrics, sorted into runs and series. Pure Python.
+"""Rows of metrics, grouped into runs and series. Pure Python.
 
-A *run* is one recipe with one optimizer, over all its seeds, from any number of files. A *series*
-is what was evaluated in it: raw weights, or the average of one window with one kind of
-coefficients, by how BatchNorm statistics were made.
+A *run* is one recipe with one optimizer, with all its seeds, from any number of files. A *series*
+is what was evaluated in it: the raw weights, or one average (method, window, coefficients), each
+with one treatment of the BatchNorm statistics.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -19,9 +19,9 @@ from lawa_lab.report.curves import (
     curve_of,
     in_order,
     moment_of,
-    shared_looks,
+    shared_evaluations,
 )
-from lawa_lab.report.reading import read_rows
+from lawa_lab.report.rows import read_rows
 from torch_lawa.metrics import Row
 
 __all__ = ["Run", "Series", "load_runs", "metrics_of"]
@@ -31,23 +31,27 @@ __all__ = ["Run", "Series", "load_runs", "metrics_of"]
 class Series:
     """What was evaluated: raw weights or one average, and how its BatchNorm was treated."""
 
-    k: int | None = None  # None: raw weights
-    coefficients: str | None = None  # None: raw weights
-    batch_norm: str | None = None  # None: statistics as they came, or no BatchNorm in the model
+    weights: str = "raw"  # or "averaged" (the latest k snapshots), or another method, such as "ema"
+    k: int | None = None
+    coefficients: str | None = None
+    batch_norm: str | None = None  # None: running statistics, or a model without BatchNorm
 
     @property
     def averaged(self) -> bool:
-        """Whether it is an average."""
-        return self.coefficients is not None
+        """Whether it is an average, of whichever method."""
+        return self.weights != "raw"
 
     @property
     def label(self) -> str:
-        """A name for legends and tables.
+        """A name for tables.
 
-        >>> Series(10, "uniform", "copied").label, Series().label
-        ('k = 10, BatchNorm copied', 'raw')
+        >>> Series("averaged", 10, "uniform", "copied").label, Series().label, Series("ema").label
+        ('k = 10, BatchNorm copied', 'raw', 'ema')
         """
-        parts = ["averaged" if self.averaged else "raw"] if self.k is None else [f"k = {self.k}"]
+        window = self.weights == "averaged" and self.k is not None
+        parts = [] if window else [self.weights]
+        if self.k is not None:
+            parts.append(f"k = {self.k}")
         if self.coefficients not in (None, "uniform"):
             parts.append(str(self.coefficients))
         if self.batch_norm is not None:
@@ -57,9 +61,13 @@ class Series:
     @classmethod
     def of(cls, row: Row) -> "Series":
         """The series that a row belongs to."""
-        if row.get("weights") != "averaged":
-            return cls(None, None, row.get("batch_norm"))
-        return cls(row.get("k"), row.get("coefficients") or "uniform", row.get("batch_norm"))
+        weights = row.get("weights") or "raw"
+        if weights == "raw":  # rows of `lawa sweep` name coefficients here too
+            return cls(batch_norm=row.get("batch_norm"))
+        coefficients = row.get("coefficients")
+        if weights == "averaged":
+            coefficients = coefficients or "uniform"
+        return cls(weights, row.get("k"), coefficients, row.get("batch_norm"))
 
 
 @dataclass(frozen=True)
@@ -72,9 +80,9 @@ class Run:
 
     @cached_property
     def series(self) -> tuple[Series, ...]:
-        """What was evaluated, in the order of the rows of the fullest moment.
+        """What was evaluated, in the order of the rows of the moment that has most of them.
 
-        Not in the order of first rows: a short window has rows before a long one has any.
+        Not in the order of first rows: a short window is full before a long one.
         """
         moments: dict[tuple[Any, float], dict[Series, None]] = {}
         for row in self.rows:
@@ -88,16 +96,16 @@ class Run:
         return tuple(sorted({row.get("seed") for row in self.rows}, key=_rank))
 
     def axes(self, series: Series) -> tuple[Axis, ...]:
-        """What a series can be counted by; rows of `lawa sweep`, for one, know of no seconds.
+        """The axes that a series has values for; rows of `lawa sweep`, for example, have no time.
 
-        Seconds must not run backwards. GPU-hours need rows that name a GPU or say how many there
-        were, and the same number all along.
+        Seconds must not decrease. GPU-hours need rows with a GPU as `device` or with `num_devices`,
+        and the same number of GPUs throughout.
         """
         return self._axes[series]
 
     @cached_property
     def num_devices(self) -> dict[Any, int | None]:
-        """By seed, on how many GPUs it was trained; None on a CPU, or where rows do not agree."""
+        """By seed, the number of GPUs; None on a CPU, or if rows disagree."""
         found: dict[Any, set[int | None]] = {seed: set() for seed in self.seeds}
         for row in self.rows:
             if {"device", "num_devices"} & row.keys():
@@ -106,12 +114,12 @@ class Run:
         return {seed: n.pop() if len(n) == 1 else None for seed, n in found.items()}
 
     def rows_of(self, series: Series, seed: Any = ...) -> list[Row]:
-        """The rows of one series in order, of one seed or of all, each moment once."""
+        """The rows of one series in order, of one seed or of all, one per moment."""
         seeds = self.seeds if seed is ... else (seed,)
         return [row for each in seeds for row in self._sorted.get((series, each), ())]
 
     def moments(self, series: Series, metric: Metric) -> dict[Any, list[float]]:
-        """By seed, when the series was evaluated for a metric, in order."""
+        """By seed, the moments at which the series was evaluated for a metric, in order."""
         found = {
             seed: [moment_of(row) for row in self.rows_of(series, seed) if metric.name in row]
             for seed in self.seeds
@@ -126,16 +134,15 @@ class Run:
         *,
         at: Mapping[Any, Collection[float]] | None = None,
     ) -> dict[Any, Curve]:
-        """By seed, one metric of one series; seeds without a value in it are left out.
+        """By seed, one metric of one series; seeds without a value are left out.
 
-        With `at`, only what was evaluated at those moments counts, for seeds that it names: as if
-        nobody had looked, or paid, at any other.
+        With `at`, only evaluations at those moments count, and only they are charged.
         """
         curves = {}
         for seed in self.moments(series, metric):
             own, usual = self.rows_of(series, seed), self.rows_of(Series(), seed)
             if at is not None and seed in at:
-                kept = shared_looks([moment_of(row) for row in usual], sorted(at[seed]))
+                kept = shared_evaluations([moment_of(row) for row in usual], sorted(at[seed]))
                 own = [row for row in own if moment_of(row) in at[seed]]
                 usual = [row for row in usual if moment_of(row) in kept]
             curves[seed] = curve_of(own, usual, metric, axis)
@@ -170,10 +177,10 @@ class Run:
 
 
 def load_runs(paths: Sequence[Path]) -> list[Run]:
-    """Runs of all the files; a folder stands for the `metrics.jsonl` files in and below it.
+    """The runs in all files (see `find_files` for folders).
 
-    A plain optimizer comes before one that wraps it, such as lookahead(sgd): it is what others are
-    measured by, and the order of files says nothing.
+    A plain optimizer comes before one that wraps it, such as lookahead(sgd), because it is the
+    reference; the order of files carries no meaning.
     """
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in read_rows(paths):
@@ -184,9 +191,9 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def metrics_of(rows: Iterable[Row]) -> list[Metric]:
-    """The values in the rows that can be compared: held-out losses, then accuracies.
+    """The metrics that can be compared: held-out losses, then accuracies.
 
-    The last word of a name tells which way is better: loss, perplexity, error; accuracy.
+    The last word of a name says which direction is better: loss, perplexity, error; accuracy.
 
     >>> [m.name for m in metrics_of([{"test_accuracy": 0.5, "test_loss": 1.0, "train_loss": 1.0}])]
     ['test_loss', 'test_accuracy']

@@ -1,128 +1,51 @@
-"""What a report says, as plain values: tables, sentences, and how each number came about.
+"""The report on some runs as plain values: `summarise` makes it, everything else only shows it.
 
-`summarise` in `lawa_lab.report.summarising` makes a `Report` from runs; the terminal, the page
-and the JSON file only lay it out. No PyTorch and no matplotlib here.
-
-    Report
-      recipes: RecipeReport (one for each recipe)
-        metrics: MetricReport (one for each value, such as "test_loss")
-          main:    what the default average of each run saved, a row for each baseline
-          windows: every window, kind of coefficients and BatchNorm policy, a row each
-          runs:    the raw weights of each run
-          losses:  sentences: where averaging lost
-        notes:     sentences: what limits these numbers
-      how:         sentences: how each number came about
+Report
+  recipes: RecipeReport (one per recipe)
+    metrics: MetricReport (one per metric, such as "test_loss")
+      main:    what the main average of each method saved, one row per baseline
+      windows: every average of every run, one row each
+      runs:    the raw weights of each run
+      losses:  sentences: where averaging lost
+    notes:     sentences: what limits these numbers
+  how:         sentences: how each number is defined
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from lawa_lab.report.runs import Series
-from lawa_lab.report.savings import Axis, Metric
+from lawa_lab.report import words
+from lawa_lab.report.curves import Axis, Metric
+from lawa_lab.report.runs import Run, Series, metrics_of
+from lawa_lab.report.savings import (
+    Comparison,
+    Mean,
+    RunSeries,
+    Saving,
+    SavingCurve,
+    Stretch,
+    Unmatched,
+    baseline_of,
+    compare,
+    mean_of,
+)
+from torch_lawa.errors import ConfigError, FormatError
 
 __all__ = [
-    "Against",
-    "Amount",
     "MainRow",
-    "Mean",
     "MetricReport",
     "RecipeReport",
     "Report",
     "RunRow",
-    "SavingCurve",
-    "SeedSaving",
-    "Stretch",
-    "TargetSaving",
-    "Unmatched",
     "WindowRow",
+    "summarise",
 ]
 
 Against: TypeAlias = Literal["alike", "usual", "other run"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Mean:
-    """A number over seeds."""
-
-    mean: float
-    sd: float | None  # sample standard deviation; None with one seed
-    low: float
-    high: float
-    num_seeds: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Amount:
-    """What it took to reach a target, on one axis, over the seeds in which both series did."""
-
-    baseline_at: Mean
-    averaged_at: Mean
-    saved: Mean  # negative where the averaged weights came later
-    percent: float | None  # of what the baseline took
-
-
-@dataclass(frozen=True, kw_only=True)
-class SeedSaving:
-    """One seed, on the axis of the report (epochs where they are known, else steps)."""
-
-    seed: Any
-    target: float
-    baseline_at: float | None  # None: never reached
-    averaged_at: float | None
-    saved: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TargetSaving:
-    """The saving at one target. An axis is None where unknown, or where no seed has both."""
-
-    what: Literal["headline", "final", "best"]
-    target: float | None  # the mean of the seeds' own targets, for "final" and "best"
-    epochs: Amount | None
-    steps: Amount | None
-    seconds: Amount | None  # every cost of averaging charged
-    gpu_hours: Amount | None
-    num_seeds: int  # compared
-    num_both: int  # of those, both series reached the target: what the means are over
-    by_seed: tuple[SeedSaving, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unmatched:
-    """Values of the average that the baseline never reached: a saving with no upper end."""
-
-    num_seeds: int  # in so many seeds
-    averaged_from: Mean  # here the average first was better than the baseline ever was
-    baseline_end: Mean  # so long the baseline was watched
-    at_least: Mean  # the lower bound: the second minus the first
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stretch:
-    """Evaluations in a row in which the averaged weights were behind, in most of the seeds."""
-
-    begin: float
-    end: float
-    num_evaluations: int
-    worst_at: float
-    worst_by: float | None  # mean difference there, positive; None where a value is not finite
-
-
-@dataclass(frozen=True, kw_only=True)
-class SavingCurve:
-    """Saving against target, from easy to hard: parallel tuples, a target each.
-
-    Between two targets the saving is that of the harder one, so the whole curve is here.
-    """
-
-    target: tuple[float, ...]
-    saved: tuple[float | None, ...]  # mean over the seeds in which both series reached it
-    sd: tuple[float | None, ...]
-    low: tuple[float | None, ...]
-    high: tuple[float | None, ...]
-    num_both: tuple[int, ...]  # in so many seeds both reached it
-    num_averaged: tuple[int, ...]  # in so many seeds the averaged weights did
+_COSTS = ("average_seconds", "batch_norm_seconds", "evaluate_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,19 +58,24 @@ class MainRow:
     baseline: Series
     against: Against
     axis: Axis  # of `by_seed`, `unmatched`, `behind` and `curve`
-    headline: TargetSaving | None  # None: never ahead, or nothing that both reached in every seed
-    final: TargetSaving  # at the baseline's own last value
-    best: TargetSaving  # at the best value that the baseline ever had
+    headline: Saving | None  # None: never ahead, or no value that both reached in every seed
+    final: Saving  # at the baseline's own last value
+    best: Saving  # at the best value that the baseline ever had
     unmatched: Unmatched | None
     behind: tuple[Stretch, ...]
-    num_behind: int  # evaluations of all seeds together in which the average was behind, of
+    num_behind: int  # evaluations of all seeds in which the average was behind, out of
     num_compared: int
     curve: SavingCurve
     notes: tuple[str, ...]
 
     @property
+    def savings(self) -> list[Saving]:
+        """Headline (if there is one), final and best."""
+        return [saving for saving in (self.headline, self.final, self.best) if saving is not None]
+
+    @property
     def label(self) -> str:
-        """Such as "sgd, k = 10 against raw"; another run's raw weights with its name."""
+        """Such as "sgd, k = 10 against raw"; the raw weights of another run with its name."""
         averaged, baseline, both = self.averaged.label, self.baseline.label, ""
         treated = self.averaged.batch_norm
         if treated is not None and treated == self.baseline.batch_norm:
@@ -166,15 +94,24 @@ class WindowRow:
 
     run: str
     series: Series
-    default: bool  # the average of the main table
-    headline: TargetSaving | None
+    default: bool  # the main average of the run
+    headline: Saving | None
     unmatched: Unmatched | None
     final: Mean | None  # value at the end
     best: Mean | None
     behind: tuple[Stretch, ...]
     num_behind: int
     num_compared: int
-    charged_seconds: Mean | None  # all that this average cost beyond the run, to the end
+    charged_seconds: Mean | None  # everything this average cost beyond the run, to the end
+
+    @property
+    def worst(self) -> Stretch | None:
+        """The stretch in which the average was furthest behind."""
+        return max(
+            self.behind,
+            key=lambda s: float("inf") if s.worst_by is None else s.worst_by,
+            default=None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +132,7 @@ class RunRow:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricReport:
-    """One value of one recipe."""
+    """One metric of one recipe."""
 
     metric: Metric
     main: tuple[MainRow, ...]
@@ -203,24 +140,267 @@ class MetricReport:
     runs: tuple[RunRow, ...]
     losses: tuple[str, ...]
 
+    def own(self, run: str | None = None) -> list[MainRow]:
+        """Averages against raw weights of their own run, of one run or of all."""
+        rows = [row for row in self.main if row.averaged_run == row.baseline_run]
+        return [row for row in rows if run in (None, row.averaged_run)]
+
+    @property
+    def across(self) -> list[MainRow]:
+        """Averages against raw weights of other runs."""
+        return [row for row in self.main if row.averaged_run != row.baseline_run]
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeReport:
     """One recipe."""
 
     recipe: str
-    axis: Axis  # "epoch", or "step" where epochs are not known
+    axis: Axis  # "epoch", or "step" if epochs are not known
     metrics: tuple[MetricReport, ...]
     notes: tuple[str, ...]
+
+    @property
+    def shown(self) -> list[MetricReport]:
+        """The metrics that most figures show: the accuracy, if there is one, and the loss."""
+        first = [m for m in self.metrics if m.metric.better == "higher"]
+        top1 = [m for m in first if "top5" not in m.metric.name] or first
+        losses = [m for m in self.metrics if m.metric.better == "lower"]
+        return top1[:1] + losses[:1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All that is said of the runs."""
+    """Everything that is said about the runs."""
 
     recipes: tuple[RecipeReport, ...]
     how: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """The same in lists and dicts, for JSON."""
+        """Lists and dicts, for JSON."""
         return dataclasses.asdict(self)
+
+
+def summarise(runs: Sequence[Run], *, metric: str | None = None, k: int | None = None) -> Report:
+    """The report on all runs.
+
+    >>> rows = [
+    ...     {"epoch": e, "weights": w, "k": k, "loss": loss}
+    ...     for w, k, losses in (("raw", None, (9, 8, 7, 5)), ("averaged", 2, (9, 7, 5, 5)))
+    ...     for e, loss in enumerate(losses, start=1)
+    ... ]
+    >>> report = summarise([Run("toy", "sgd", tuple(rows))])
+    >>> report.recipes[0].metrics[0].main[0].headline.epochs.saved.mean
+    1.0
+
+    Args:
+        runs: What `load_runs` found.
+        metric: Only this metric, such as "test_accuracy"; by default all that can be compared.
+        k: The window of the main table; by default the first that each run evaluated.
+    """
+    windows = {s.k for run in runs for s in run.series if s.k is not None}
+    if not any(s.averaged for run in runs for s in run.series):
+        raise FormatError("there are only rows of raw weights, so there is nothing to compare.")
+    if k is not None and k not in windows:
+        raise ConfigError(f"--k {k}: no run has this window; there are {sorted(windows)}.")
+    by_recipe: dict[str, list[Run]] = {}
+    for run in runs:
+        by_recipe.setdefault(run.recipe, []).append(run)
+    recipes = [_recipe(recipe, own, metric, k) for recipe, own in by_recipe.items()]
+    told = tuple(recipe for recipe in recipes if recipe.metrics)
+    if not told:
+        raise FormatError(_nothing(runs, metric))
+    return Report(recipes=told, how=words.definitions([recipe.axis for recipe in told]))
+
+
+def _recipe(recipe: str, runs: list[Run], name: str | None, k: int | None) -> RecipeReport:
+    known = [run.axes(series) for run in runs for series in run.series]
+    axes: tuple[Axis, ...] = ("epoch", "step")
+    shared = [axis for axis in axes if all(axis in each for each in known)]
+    if not shared:
+        raise FormatError(
+            f"recipe {recipe!r}: some rows have no `epoch` and others no `step`, so the series "
+            "have no axis in common. Report on one file at a time."
+        )
+    # If evaluations fall inside epochs, fractions of an epoch would be rounded away: use steps.
+    whole = all(float(row.get("epoch") or 0).is_integer() for run in runs for row in run.rows)
+    axis = shared[0] if whole else shared[-1]
+    metrics = [
+        m
+        for m in metrics_of(row for run in runs for row in run.rows)
+        if name in (None, m.name) and any(run.has(s, m) for run in runs for s in run.series)
+    ]
+    reports = [_metric(runs, m, axis, k) for m in metrics]
+    return RecipeReport(
+        recipe=recipe,
+        axis=axis,
+        metrics=tuple(report for report in reports if report.windows),
+        notes=words.notes_on(runs, axis),
+    )
+
+
+def _metric(runs: list[Run], metric: Metric, axis: Axis, k: int | None) -> MetricReport:
+    main: list[MainRow] = []
+    windows: list[WindowRow] = []
+    raw: list[RunRow] = []
+    for run in runs:
+        defaults = _main_averages(run, metric, k)
+        for series in defaults:
+            main += _main_rows(runs, run, series, metric, axis)
+        windows += _window_rows(run, metric, axis, defaults[0] if defaults else None)
+        raw += _run_rows(run, metric)
+    return MetricReport(
+        metric=metric,
+        main=tuple(main),
+        windows=tuple(windows),
+        runs=tuple(raw),
+        losses=words.losses(metric, main, windows),
+    )
+
+
+def _main_averages(run: Run, metric: Metric, k: int | None) -> list[Series]:
+    """The average that represents each method: its first window, or that of `k`.
+
+    The window of latest weights comes first, then other methods. Within a method, uniform
+    coefficients are preferred, and re-estimated BatchNorm statistics (or a model without any) to
+    copied ones.
+    """
+    averages = [s for s in run.series if s.averaged and run.has(s, metric)]
+    methods = dict.fromkeys(s.weights for s in averages)
+    found = []
+    for method in sorted(methods, key=lambda name: name != "averaged"):
+        own = [s for s in averages if s.weights == method]
+        window = k if k is not None and method == "averaged" else own[0].k
+        own = [s for s in own if s.k == window]
+        found += sorted(own, key=lambda s: (s.coefficients != "uniform", _treatment(s)))[:1]
+    return found
+
+
+def _main_rows(
+    runs: list[Run], run: Run, averaged: Series, metric: Metric, axis: Axis
+) -> list[MainRow]:
+    """Against the run's own baselines first, then against those of the others."""
+    rows = []
+    for other in (run, *(r for r in runs if r is not run)):
+        seen: set[Series] = set()
+        for how in ("alike", "usual"):
+            series = baseline_of(other, averaged, metric, how)
+            if series is None or series in seen:
+                continue
+            seen.add(series)
+            against: Against = how if other is run else "other run"
+            rows += _main_row((other, series), (run, averaged), metric, axis, against)
+    return rows
+
+
+def _main_row(
+    baseline: RunSeries, averaged: RunSeries, metric: Metric, axis: Axis, against: Against
+) -> list[MainRow]:
+    compared = compare(baseline, averaged, metric, axis=axis)
+    if not compared.averaged[axis]:
+        return []
+    row = MainRow(
+        averaged_run=averaged[0].name,
+        averaged=averaged[1],
+        baseline_run=baseline[0].name,
+        baseline=baseline[1],
+        against=against,
+        axis=axis,
+        headline=compared.headline,
+        final=compared.final,
+        best=compared.best,
+        unmatched=compared.unmatched,
+        behind=compared.behind,
+        num_behind=compared.num_behind,
+        num_compared=compared.num_compared,
+        curve=compared.curve,
+        notes=words.limits_of(baseline, averaged, metric, axis),
+    )
+    return [row]
+
+
+def _window_rows(run: Run, metric: Metric, axis: Axis, default: Series | None) -> list[WindowRow]:
+    averages = [s for s in run.series if s.averaged and run.has(s, metric)]
+    rows = []
+    for series in sorted(averages, key=_window_order):
+        raw = baseline_of(run, series, metric, "alike")
+        if raw is None:
+            continue
+        compared: Comparison = compare((run, raw), (run, series), metric, axis=axis)
+        curves = run.curves(series, metric, axis).values()
+        rows.append(
+            WindowRow(
+                run=run.name,
+                series=series,
+                default=series == default,
+                headline=compared.headline,
+                unmatched=compared.unmatched,
+                final=mean_of(curve.values[-1] for curve in curves),
+                best=mean_of(metric.best(curve.values) for curve in curves),
+                behind=compared.behind,
+                num_behind=compared.num_behind,
+                num_compared=compared.num_compared,
+                charged_seconds=mean_of(_charged(run, series)),
+            )
+        )
+    return rows
+
+
+def _run_rows(run: Run, metric: Metric) -> list[RunRow]:
+    numbers = set(run.num_devices.values())
+    names = {row.get("device") for row in run.rows} - {None}
+    rows = []
+    raw = [s for s in run.series if not s.averaged and run.has(s, metric)]
+    for series in sorted(raw, key=lambda s: s.batch_norm or ""):
+        axes = run.axes(series)
+        curves = run.curves(series, metric, axes[0]).values()
+        last = [own[-1] for seed in run.seeds if (own := run.rows_of(series, seed))]
+        clock = [row.get("train_seconds") for row in last] if "seconds" in axes else []
+        rows.append(
+            RunRow(
+                run=run.name,
+                series=series,
+                final=mean_of(curve.values[-1] for curve in curves),
+                best=mean_of(metric.best(curve.values) for curve in curves),
+                seeds=run.seeds,
+                epochs=mean_of(row.get("epoch") for row in last),
+                steps=mean_of(row.get("step") for row in last),
+                device=", ".join(sorted(map(str, names))) or None,
+                num_devices=next(iter(numbers)) if len(numbers) == 1 else None,
+                train_seconds=mean_of(clock),
+            )
+        )
+    return rows
+
+
+def _charged(run: Run, series: Series) -> list[float]:
+    """By seed, everything an average cost beyond the run: collecting, averaging, evaluating."""
+    if "seconds" not in run.axes(series):
+        return []
+    return [
+        sum(row.get(name) or 0.0 for row in own for name in _COSTS)
+        + (own[-1].get("collect_seconds") or 0.0)
+        for seed in run.seeds
+        if (own := run.rows_of(series, seed))
+    ]
+
+
+def _window_order(series: Series) -> tuple[bool, str, float, bool, str, int]:
+    how = str(series.coefficients)
+    other = series.weights != "averaged"
+    return (other, series.weights, series.k or 0, how != "uniform", how, _treatment(series))
+
+
+def _treatment(series: Series) -> int:
+    return {"re-estimated": 0, None: 1}.get(series.batch_norm, 2)
+
+
+def _nothing(runs: Sequence[Run], metric: str | None) -> str:
+    there = [m.name for m in metrics_of(row for run in runs for row in run.rows)]
+    if metric is not None and metric not in there:
+        names = f"there are {', '.join(there)}" if there else "there are none"
+        return f"--metric {metric!r} is not a metric that can be compared; {names}."
+    return (
+        "no metric has both raw and averaged weights to compare. A metric can be compared if its "
+        "name ends in loss, perplexity, error or accuracy."
+    )

@@ -1,9 +1,9 @@
 """The series of runs as TensorBoard event files. tensorboard (an extra) is imported only here.
 
-A folder for each recipe, run, seed and series, so that TensorBoard lists them as runs and draws
-raw and averaged weights in one chart. The step is the row's step. The time is what the meter
-counts: seconds from the start of the run until the value was known, with the costs of that series;
-TensorBoard's "wall" then reads as the time since the start, the same start for every series.
+There is one folder per recipe, run, seed and series, so that TensorBoard lists them as runs and
+draws raw and averaged weights in one chart. The step is that of the row. The time is the one that
+savings are counted in: seconds from the start of the run until the value was known, including the
+costs of that series, so that TensorBoard's "wall" time starts at zero for every series.
 """
 
 import re
@@ -18,29 +18,29 @@ from torch_lawa.metrics import Row
 
 __all__ = ["save_events"]
 
-_ALSO = ("learning_rate", "train_loss", "train_accuracy")  # of the run, not to be compared
+_ALSO = ("learning_rate", "train_loss", "train_accuracy")  # of the run, whatever is evaluated
 _EVENTS = "events.out.tfevents.*"
 
 
 def save_events(runs: Sequence[Run], folder: Path, *, overwrite: bool = False) -> list[Path]:
-    """Write every series; returns the folders, one for each seed and series.
+    """Write every series; returns the folders, one per seed and series.
 
-    Event files that are there already would be drawn together with the new ones: they are
-    refused, or with `overwrite` removed where the new ones go.
+    TensorBoard would draw existing event files together with the new ones, so they are refused, or
+    with `overwrite` removed.
     """
     writer = _writer()
-    # All values before the first file: a row that cannot be told stops it with nothing written.
-    plan = {place: list(_scalars(*which)) for place, which in _folders(runs, folder)}
-    there = [place for place in plan if any(place.glob(_EVENTS))]
+    # Collect all values first, so that a bad row stops it before anything is written.
+    plan = {path: list(_scalars(*which)) for path, which in _folders(runs, folder)}
+    there = [path for path in plan if any(path.glob(_EVENTS))]
     if there and not overwrite:
         raise OutputError(
-            f"{there[0]} already holds event files: pass --overwrite to replace them, or choose "
+            f"{there[0]} already holds event files. Pass --overwrite to replace them, or choose "
             "another folder."
         )
-    for place, scalars in plan.items():
-        for old in place.glob(_EVENTS):
+    for path, scalars in plan.items():
+        for old in path.glob(_EVENTS):
             old.unlink()
-        with writer(str(place)) as events:
+        with writer(str(path)) as events:
             for tag, value, step, seconds in scalars:
                 events.add_scalar(tag, value, step, walltime=seconds)
     return list(plan)
@@ -55,24 +55,24 @@ def _folders(runs: Sequence[Run], folder: Path) -> Iterator[tuple[Path, tuple[Ru
                     continue
                 names = [run.recipe, run.name]
                 names += [] if seed is None else [f"seed {seed}"]
-                place = folder.joinpath(*map(_file_name, [*names, series.label]))
-                while place in taken:  # names that differ only in what a file name cannot hold
-                    place = place.with_name(f"{place.name}_")
-                taken.add(place)
-                yield place, (run, series, seed)
+                path = folder.joinpath(*map(_file_name, [*names, series.label]))
+                while path in taken:  # names that differ only in characters that were replaced
+                    path = path.with_name(f"{path.name}_")
+                taken.add(path)
+                yield path, (run, series, seed)
 
 
 def _scalars(run: Run, series: Series, seed: Any) -> Iterator[tuple[str, float, int, float | None]]:
-    """Tag, value, step, and seconds where they are known."""
+    """Tag, value, step, and seconds if they are known."""
     rows = run.rows_of(series, seed)
     names = [metric.name for metric in metrics_of(rows)]
-    if series == Series():  # once: they are the run's, whatever is evaluated
+    if series == Series():  # only once
         names += [name for name in _ALSO if any(name in row for row in rows)]
     for name in names:
         own = [row for row in rows if name in row]
         known: Sequence[float | None] = [None] * len(own)
         if "seconds" in run.axes(series):
-            # Which way the value is better does not matter to when it was known.
+            # Which direction is better does not matter here.
             known = run.curves(series, Metric(name, "lower"), "seconds")[seed].at
         for row, seconds in zip(own, known, strict=True):
             if row[name] is not None:
@@ -83,14 +83,14 @@ def _step(row: Row) -> int:
     step = row["epoch"] if row.get("step") is None else row["step"]
     if step != int(step):
         raise FormatError(
-            f"a row at epoch {step} has no `step`: event files count whole steps, and two "
-            "evaluations of one epoch would fall together."
+            f"a row at epoch {step} has no `step`, but event files need whole steps. Add `step` to "
+            "the rows."
         )
     return int(step)
 
 
 def _file_name(text: str) -> str:
-    """Such as "k=10,BatchNorm-copied": what any file system and TensorBoard's filter take."""
+    """A name such as "k=10,BatchNorm-copied", for any file system and TensorBoard's filter."""
     tight = text.replace(" = ", "=").replace(", ", ",")
     return re.sub(r"[^\w.,=()+-]", "-", tight).strip(".") or "-"
 
@@ -100,7 +100,7 @@ def _writer() -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise LawaError(
-            f"event files are written with tensorboard, which could not be imported ({error}): "
+            f"event files need tensorboard, which could not be imported ({error}): "
             "pip install 'torch-lawa[tensorboard]'"
         ) from None
     return SummaryWriter

@@ -1,1 +1,1 @@
-"""What averaging a model of a given size costs on given machines: `lawa plan`."""
+"""What averaging a model of a given size costs on given hardware: `lawa plan`."""

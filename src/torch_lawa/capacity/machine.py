@@ -1,6 +1,6 @@
-"""The machine that a plan is made for: each constant with its unit and where it comes from.
+"""The hardware constants of an estimate, each with its unit and source. Pure Python.
 
-What was measured names its record; what was not says "assumed". Pure Python.
+Measured constants name what they were measured on; the others are "assumed".
 """
 
 import dataclasses
@@ -12,13 +12,13 @@ from torch_lawa.errors import ConfigError
 __all__ = ["GIB", "RECORD", "Constant", "Machine", "constants"]
 
 GIB = 1 << 30
-RECORD = "results/2026-11-15-gpu-h200"  # what sources call "H200"
+RECORD = "results/2026-11-15-gpu-h200"  # the record that sources call "H200"
 
 
-def _(
+def _constant(
     default: float, unit: str, what: str, source: str, *, least: float = 0.0, open: bool = True
 ) -> float:
-    """A field with what it means; `least` is its lower bound, left out where `open`."""
+    """A documented field; `least` is its lower bound, excluded if `open`."""
     metadata = {"unit": unit, "what": what, "source": source, "least": least, "open": open}
     value: float = field(default=default, metadata=metadata)
     return value
@@ -26,56 +26,59 @@ def _(
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Nodes, links and disks. Gigabytes are 10**9 bytes, GiB are 2**30.
+    """Memory sizes, bandwidths and fixed costs. GB are 10**9 bytes, GiB are 2**30.
 
     >>> Machine(disk_gbs=2).disk_gbs
     2
     """
 
-    host_ram_gib: float = _(1024.0, "GiB", "RAM of a node.", "assumed")
-    gpu_memory_gib: float = _(80.0, "GiB", "Memory of a GPU.", "assumed")
-    host_share: float = _(
+    host_ram_gib: float = _constant(1024.0, "GiB", "RAM per node.", "assumed")
+    gpu_memory_gib: float = _constant(80.0, "GiB", "Memory per GPU.", "assumed")
+    host_share: float = _constant(
         0.75,
         "",
-        "Share of a node's RAM that averaging may take; the rest is for loaders.",
+        "Share of a node's RAM that averaging may use; data loaders need the rest.",
         "assumed",
     )
-    state_copies: float = _(
+    state_copies: float = _constant(
         4.0,
         "copies",
-        "Of the weights, that training keeps on the GPUs: weights, gradients, Adam's moments.",
+        "Copies of the weights in GPU memory: weights, gradients, Adam's moments.",
         "assumed",
         least=2.0,
         open=False,
     )
-    pcie_gbs: float = _(
-        55.0, "GB/s", "Between a GPU and page-locked RAM, all GPUs at once.", "H200, one GPU"
+    pcie_gbs: float = _constant(
+        55.0, "GB/s", "Bandwidth per GPU to page-locked RAM, all GPUs at once.", "H200, one GPU"
     )
-    disk_gbs: float = _(5.0, "GB/s", "A node's disk, written or read.", "assumed")
-    device_gbs: float = _(
-        2970.0, "GB/s", "Read and written by a copy on the GPU.", "H200, 998 MB in 0.336 ms"
+    disk_gbs: float = _constant(5.0, "GB/s", "Disk bandwidth per node, read or write.", "assumed")
+    device_gbs: float = _constant(
+        2970.0,
+        "GB/s",
+        "Bandwidth of a copy within the GPU, read plus write.",
+        "H200, 998 MB in 0.336 ms",
     )
-    mean_gvalues: float = _(
+    mean_gvalues: float = _constant(
         132.0,
         "billion/s",
-        "Stored values that a GPU sums in float64.",
+        "Stored values that a GPU sums in float64 per second.",
         "H200, fit of swaps at k = 6",
     )
-    collect_ms: float = _(
+    collect_ms: float = _constant(
         3.0,
         "ms",
-        "Python of one collect: the walk through the modules, not the size of the weights.",
-        "H200, 0.5 to 3.0 on three models",
+        "Time one collect blocks Python; depends on the number of modules, not their size.",
+        "H200, slowest of three models (0.5 to 3.0)",
         open=False,
     )
-    read_ms: float = _(
-        5.0, "ms", "Fixed cost of reading a mean into a model.", "H200, same fit", open=False
+    read_ms: float = _constant(
+        5.0, "ms", "Fixed cost of reading the mean into a model.", "H200, same fit", open=False
     )
-    lock_s_per_gb: float = _(
+    lock_s_per_gb: float = _constant(
         0.3,
         "s/GB",
-        "Page-locking the RAM of a snapshot, once for each place in the window.",
-        "H200, the slowest of three",
+        "Time to page-lock RAM, once for each of the k snapshots of the window.",
+        "H200, slowest of three",
         open=False,
     )
 
@@ -87,12 +90,14 @@ class Machine:
                 bound = "more than" if item.metadata["open"] else "at least"
                 raise ConfigError(f"{item.name}={value}: give a number of {bound} {least:g}.")
         if self.host_share > 1:
-            raise ConfigError(f"host_share={self.host_share}: give a share of 1, such as 0.75.")
+            raise ConfigError(
+                f"host_share={self.host_share}: give a fraction of at most 1, such as 0.75."
+            )
 
 
 @dataclass(frozen=True)
 class Constant:
-    """One field of a machine, as it is shown."""
+    """One constant with its value, unit, meaning and source."""
 
     name: str
     value: float
@@ -102,12 +107,12 @@ class Constant:
 
     @property
     def measured(self) -> bool:
-        """Whether a record has it; not so once it was given by hand."""
+        """Whether the value was measured; False once the user gives another."""
         return self.source.startswith("H200")
 
 
 def constants(machine: Machine) -> list[Constant]:
-    """Every constant of `machine` with its source, "given" where it is not the default.
+    """Every constant of `machine` with its source, "given" if it is not the default.
 
     >>> [c.source for c in constants(Machine(disk_gbs=2)) if c.name == "disk_gbs"]
     ['given']

@@ -1,1 +1,1 @@
-"""The `lawa` command: a file for each verb, loaded when it is called."""
+"""The `lawa` command: one file per verb, imported when that verb is called."""

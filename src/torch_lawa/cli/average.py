@@ -1,71 +1,53 @@
-"""`lawa average`: the mean of checkpoints that lie on disk."""
+"""`lawa average`: average checkpoints on disk or on a server."""
 
 import json
 from typing import TYPE_CHECKING
 
 import click
 
-from torch_lawa.units import format_bytes, parse_bytes
+from torch_lawa.cli.options import (
+    average_options,
+    dry_run_option,
+    json_option,
+    parse_numbers,
+    selection_options,
+    threads_option,
+)
+from torch_lawa.units import format_bytes
 
 if TYPE_CHECKING:
-    from torch_lawa.offline import Plan, Result
+    from torch_lawa.offline import AverageOptions, AveragePlan, Result
 
 __all__ = ["command"]
 
 _EXAMPLES = """
 \b
 Examples:
-  lawa average runs/gpt --last 6 -o averaged              the six newest of a run
-  lawa average runs/gpt --at 9000 --last 6 -o averaged    the six up to step 9000
-  lawa average a.pt b.pt --weights 1,3 -o mean.pt         files, b counting three times
-  lawa average 's3://bucket/run/step-*' -o averaged       patterns and URLs
+  lawa average runs/gpt --last 6 -o averaged             the last six
+  lawa average runs/gpt --at 9000 --last 6 -o averaged   the six up to step 9000
+  lawa average a.pt b.pt --weights 1,3 -o mean.pt        b counts three times
+  lawa average 's3://bucket/run/step-*' -o averaged      patterns and URLs
   lawa average runs/gpt --last 8 --coefficients annealing:1-sqrt -o averaged
 
 \b
-Several processes or machines that share a disk make one result together:
-  torchrun --nproc-per-node 4 -m torch_lawa average runs/gpt --last 6 -o averaged
+Several processes, also on machines that share a disk, can write one result:
+  torchrun --nproc-per-node 4 -m torch_lawa average runs/gpt --last 6 -o out
 """
 
 
 @click.command(epilog=_EXAMPLES)
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
 @click.option("-o", "--output", required=True, metavar="OUT", help="File, folder or URL to write.")
-@click.option("--last", type=int, metavar="K", help="The K newest checkpoints.")
-@click.option("--at", type=int, metavar="STEP", help="The window ends at this step (or epoch).")
-@click.option("--from", "start", type=int, metavar="STEP", help="Not before this step.")
-@click.option("--to", "stop", type=int, metavar="STEP", help="Not after this step.")
-@click.option("--every", type=int, metavar="N", help="Only steps that are multiples of N.")
-@click.option(
-    "--coefficients",
-    default="uniform",
-    show_default=True,
-    metavar="RULE",
-    help="uniform, exponential:ALPHA, annealing:linear|1-sqrt|cosine, explicit:W,W,...",
-)
+@click.option("--last", type=int, metavar="K", help="Average the last K checkpoints of a run.")
+@click.option("--at", type=int, metavar="STEP", help="End the window at this step (or epoch).")
+@selection_options
 @click.option("--weights", metavar="W,W,...", help="One weight for each INPUT, in their order.")
-@click.option("--dtype", metavar="DTYPE", help="Write floats as float32, bfloat16, ...")
-@click.option("--include", multiple=True, metavar="PATTERN", help="Only tensors with such names.")
-@click.option("--exclude", multiple=True, metavar="PATTERN", help="No tensors with such names.")
-@click.option(
-    "--buffers",
-    type=click.Choice(["newest", "average"]),
-    default="newest",
-    show_default=True,
-    help="BatchNorm statistics.",
-)
-@click.option("--strip-prefix", default="", metavar="PREFIX", help="Leave this off every name.")
-@click.option("--key", metavar="KEY", help="The entry of a PyTorch file that holds the weights.")
-@click.option(
-    "--layout",
-    type=click.Choice(["single", "sharded", "distributed"]),
-    help="Layout of the output; that of the inputs unless given.",
-)
-@click.option("--max-shard-size", metavar="SIZE", help="Split into shards of at most, e.g., 5GB.")
-@click.option("--digests", is_flag=True, help="Note the SHA-256 of every input in the result.")
-@click.option("--threads", type=int, metavar="N", help="Threads; one a core unless given.")
+@average_options()
+@click.option("--digests", is_flag=True, help="Store the SHA-256 of every input file in OUT.")
+@threads_option
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
-@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print for programs.")
+@dry_run_option
+@json_option
 def command(
     inputs: tuple[str, ...],
     output: str,
@@ -74,16 +56,8 @@ def command(
     start: int | None,
     stop: int | None,
     every: int | None,
-    coefficients: str,
     weights: str | None,
-    dtype: str | None,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    buffers: str,
-    strip_prefix: str,
-    key: str | None,
-    layout: str | None,
-    max_shard_size: str | None,
+    options: "AverageOptions",
     digests: bool,
     threads: int | None,
     overwrite: bool,
@@ -92,16 +66,17 @@ def command(
 ) -> None:
     """Average checkpoints: files, folders, patterns, URLs or a run.
 
-    Reads safetensors, sharded folders, PyTorch files, distributed checkpoints and adapters, each
-    byte once, and writes the same layout with the exact mean (float64, rounded once).
+    INPUT can be safetensors files, sharded folders, PyTorch files, distributed checkpoints or
+    adapters. Each byte is read once. OUT has the layout of the newest input and contains the exact
+    mean, summed in float64 and rounded once.
     """
-    from torch_lawa.cli.teamwork import as_team
-    from torch_lawa.cli.working import while_shown
-    from torch_lawa.offline import average_checkpoints, plan_average
+    from torch_lawa.cli.progress import run_with_progress
+    from torch_lawa.cli.ranks import averaging
+    from torch_lawa.offline import plan_average
     from torch_lawa.offline.engine import Meter
 
     meter = Meter()
-    with as_team(output, meter, threads=threads, alone=dry_run) as leader:
+    with averaging(output, meter, threads=threads, dry_run=dry_run) as run_average:
         plan = plan_average(
             inputs,
             output,
@@ -110,17 +85,9 @@ def command(
             start=start,
             stop=stop,
             every=every,
-            coefficients=coefficients,
-            weights=None if weights is None else _numbers(weights),
-            dtype=dtype,
-            include=include,
-            exclude=exclude,
-            buffers=buffers,  # type: ignore[arg-type]
-            strip_prefix=strip_prefix,
-            key=key,
-            layout=layout,  # type: ignore[arg-type]
-            max_shard_size=None if max_shard_size is None else parse_bytes(max_shard_size),
+            weights=None if weights is None else parse_numbers(weights, float, "--weights"),
             overwrite=overwrite,
+            options=options,
         )
         if dry_run:
             click.echo(json.dumps(plan.to_json(), indent=2) if as_json else str(plan))
@@ -128,55 +95,42 @@ def command(
         if not as_json:
             for note in plan.notes:
                 click.echo(f"Note: {note}", err=True)
-        result = while_shown(
-            lambda: average_checkpoints(
-                plan, threads=threads, digests=digests, meter=meter, leader=leader
-            ),
+        result = run_with_progress(
+            lambda: run_average(plan, threads=threads, digests=digests, meter=meter),
             meter,
             "Averaging",
         )
     if as_json:
         click.echo(json.dumps({**plan.to_json(), **result.to_json()}, indent=2))
     else:
-        _say(plan, result)
+        _print(plan, result)
 
 
-def _say(plan: "Plan", result: "Result") -> None:
+def _print(plan: "AveragePlan", result: "Result") -> None:
     if result.not_finite:
-        more = len(result.not_finite) - 1
-        click.echo(
-            f"Warning: the mean of {result.not_finite[0]!r}"
-            + (f" and {more} other tensors" if more else "")
-            + f" holds NaN or Inf, as {_why_not_finite(plan, result)}.",
-            err=True,
-        )
+        click.echo(f"Warning: {_not_finite(plan, result)}", err=True)
     first, newest = plan.inputs[0].label, plan.inputs[-1].label
     rate = result.bytes_read / max(result.seconds, 1e-9)
     many = len(plan.inputs) > 1
     inputs = f"{len(plan.inputs)} checkpoints, {first} to {newest}" if many else first
     click.echo(
-        f"{result.place}: the mean of {inputs}. "
+        f"{result.location}: the mean of {inputs}. "
         f"Read {format_bytes(result.bytes_read)} in {result.seconds:.2f} s "
         f"({format_bytes(rate)}/s), wrote {format_bytes(result.bytes_written)}."
     )
 
 
-def _why_not_finite(plan: "Plan", result: "Result") -> str:
-    """What to look into; whether a checkpoint holds them is known only where dtypes are kept."""
+def _not_finite(plan: "AveragePlan", result: "Result") -> str:
+    """Which tensors contain NaN or Inf, and why that may be."""
+    more = len(result.not_finite) - 1
+    others = f" and {more} other tensors" if more else ""
     narrowed = {
         t.target.dtype
         for t in plan.tensors
         if t.name in result.not_finite and t.source.dtype != t.target.dtype
     }
-    if not narrowed:
-        return "a checkpoint does"
-    return f"a checkpoint does, or as values are too large for {', '.join(sorted(narrowed))}"
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise click.BadParameter(
-            f"{text!r} is not a list of numbers like 1,2,3", param_hint="--weights"
-        ) from None
+    too_large = f", or values are too large for {', '.join(sorted(narrowed))}" if narrowed else ""
+    return (
+        f"the mean of {result.not_finite[0]!r}{others} contains NaN or Inf: a checkpoint does"
+        f"{too_large}."
+    )

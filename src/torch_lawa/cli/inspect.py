@@ -1,42 +1,47 @@
-"""`lawa inspect`: what a checkpoint or a run holds, or how two checkpoints differ."""
+"""`lawa inspect`: what a checkpoint or a run contains, or how two checkpoints differ."""
 
 import json
 from typing import TYPE_CHECKING
 
 import click
 
+from torch_lawa.cli.options import json_option, key_option
+
 if TYPE_CHECKING:
-    from torch_lawa.offline.difference import Difference
+    from torch_lawa.offline import Difference
 
 __all__ = ["command"]
 
 _EXAMPLES = """
 \b
 Examples:
-  lawa inspect averaged                     what it holds and how it was made
+  lawa inspect averaged                     its contents and how it was made
   lawa inspect runs/gpt                     the checkpoints of a run
-  lawa inspect averaged runs/gpt/step-9000  how two differ, tensor by tensor
+  lawa inspect averaged runs/gpt/step-9000  the difference, tensor by tensor
   lawa inspect s3://bucket/mean.safetensors --tensors
 """
 
 
-@click.command(epilog=_EXAMPLES, short_help="Show what a checkpoint holds, or how two differ.")
+@click.command(epilog=_EXAMPLES, short_help="Show what a checkpoint contains, or compare two.")
 @click.argument("path", metavar="PATH")
 @click.argument("path2", metavar="[PATH2]", required=False)
-@click.option("--tensors", is_flag=True, help="List every tensor (of two: every one that differs).")
-@click.option("--key", metavar="KEY", help="The entry of a PyTorch file that holds the weights.")
-@click.option("--json", "as_json", is_flag=True, help="Print for programs.")
+@click.option(
+    "--tensors", is_flag=True, help="List every tensor; of two checkpoints, every one that differs."
+)
+@key_option
+@json_option
 def command(path: str, path2: str | None, tensors: bool, key: str | None, as_json: bool) -> None:
-    """Show what a checkpoint or a run's folder holds, or how two checkpoints differ.
+    """Show what a checkpoint or a run contains, or how two checkpoints differ.
 
-    A path is whatever `lawa average` takes. Distances are in float64, relative to PATH.
+    PATH is a file, a folder, a pattern or a URL. Differences are computed in float64; relative
+    distances are relative to PATH.
     """
-    from torch_lawa.offline.inspection import Inspection, inspect
+    from torch_lawa.offline.inspecting.inspection import Inspection, inspect_path
 
     if path2 is None:
-        found = inspect(path, key)
+        found = inspect_path(path, key)
         if as_json:
-            _print(found.to_json(tensors=tensors))
+            _print_json(found.to_json(tensors=tensors))
             return
         click.echo(str(found))
         if tensors and isinstance(found, Inspection):
@@ -44,19 +49,21 @@ def command(path: str, path2: str | None, tensors: bool, key: str | None, as_jso
         return
     difference = _compare(path, path2, key)
     if as_json:
-        _print(difference.to_json())
+        _print_json(difference.to_json())
     else:
         click.echo(difference.describe(worst=None) if tensors else str(difference))
 
 
 def _compare(a: str, b: str, key: str | None) -> "Difference":
-    from torch_lawa.cli.working import while_shown
-    from torch_lawa.offline.comparison import compare_checkpoints
+    from torch_lawa.cli.progress import run_with_progress
+    from torch_lawa.offline import compare_checkpoints
     from torch_lawa.offline.engine import Meter
 
     meter = Meter()
-    return while_shown(lambda: compare_checkpoints(a, b, key, meter=meter), meter, "Comparing")
+    return run_with_progress(
+        lambda: compare_checkpoints(a, b, key, meter=meter), meter, "Comparing"
+    )
 
 
-def _print(found: object) -> None:
+def _print_json(found: object) -> None:
     click.echo(json.dumps(found, indent=2))

@@ -1,9 +1,9 @@
-"""The `lawa` command: finds its verbs, loads one when it is called, and maps errors to exit codes.
+"""The `lawa` command: find the verbs, load the one that is called, map errors to exit codes.
 
 Exit codes: 0 success, 1 failure, 2 usage error, 130 interrupted. Nothing heavy is imported here, so
-that `lawa --help` answers at once. Other packages add verbs through the entry-point group
-`lawa.verbs`; each entry is a table like `_VERBS`. That is how the lab's train, report and demo get
-here without the library importing the lab.
+that `lawa --help` is fast. Other packages add verbs through the entry-point group `lawa.verbs`;
+each entry is a table like `_VERBS`. The lab adds train, report and demo this way, so that the
+library does not import the lab.
 """
 
 import contextlib
@@ -23,10 +23,13 @@ __all__ = ["lawa", "main"]
 # Verb: (module that defines `command`, one line for `lawa --help`).
 Verbs = Mapping[str, tuple[str, str]]
 _VERBS: Verbs = {
-    "average": ("torch_lawa.cli.average", "Average checkpoints: files, folders, URLs or a run."),
-    "sweep": ("torch_lawa.cli.sweep", "Average many windows of a run in one pass; evaluate them."),
-    "watch": ("torch_lawa.cli.watch", "Follow a live run; average again at every new checkpoint."),
-    "inspect": ("torch_lawa.cli.inspect", "Show what a checkpoint holds, or how two differ."),
+    "average": (
+        "torch_lawa.cli.average",
+        "Average checkpoints: files, folders, patterns, URLs or a run.",
+    ),
+    "sweep": ("torch_lawa.cli.sweep", "Average and evaluate many windows of a run in one pass."),
+    "watch": ("torch_lawa.cli.watch", "Follow a live run; average again at each new checkpoint."),
+    "inspect": ("torch_lawa.cli.inspect", "Show what a checkpoint contains, or compare two."),
     "plan": ("torch_lawa.cli.plan", "Estimate what averaging costs: memory, bandwidth, time."),
 }
 
@@ -41,7 +44,7 @@ def _verbs() -> dict[str, tuple[str, str]]:
 
 
 class _Lawa(click.Group):
-    """Imports the module of a verb only when that verb is called."""
+    """A group that imports the module of a verb when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_verbs())
@@ -89,7 +92,7 @@ def _run(args: list[str] | None) -> int:
 
 
 def _allow_open_files() -> None:
-    """As many as the system lets us: a run of sharded checkpoints has more than the usual 1024."""
+    """Raise the limit of open files: sharded checkpoints may need more than the usual 1024."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 

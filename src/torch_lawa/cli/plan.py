@@ -1,4 +1,4 @@
-"""`lawa plan`: what a window of k snapshots costs a run, before it is started."""
+"""`lawa plan`: what a window of k snapshots costs a run, before the run is started."""
 
 import dataclasses
 import json
@@ -7,9 +7,10 @@ from typing import Any
 
 import click
 
-from torch_lawa.capacity.estimate import Run, cost_of, parse_count
+from torch_lawa.capacity.estimate import TrainingRun, cost_of, parse_count
+from torch_lawa.capacity.fit import check_fit
 from torch_lawa.capacity.machine import RECORD, Machine
-from torch_lawa.capacity.verdict import judge
+from torch_lawa.cli.options import json_option
 from torch_lawa.errors import ConfigError
 
 __all__ = ["command"]
@@ -22,8 +23,8 @@ Examples:
   lawa plan --params 400B --gpus 1024 --k 16 --storage-dtype bfloat16
   lawa plan --params 1.3B --gpus 8 --sharding ddp --json
 
-What is marked H200 was measured: {RECORD}. What is assumed was not: give
-your own.
+Constants marked H200 were measured ({RECORD}); for the
+assumed ones, give your own values.
 """
 
 
@@ -40,7 +41,7 @@ class _Count(click.ParamType):  # type: ignore[type-arg]
 
 
 def _machine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """An option for each constant, so that what is used and what can be set are the same."""
+    """Add one option for each constant of `Machine`."""
     for item in reversed(dataclasses.fields(Machine)):
         about = item.metadata
         command = click.option(
@@ -58,9 +59,23 @@ def _default(value: Any, unit: str) -> str:
 
 
 @click.command("plan", epilog=_EXAMPLES)
-@click.option("--params", type=_Count(), required=True, metavar="N", help="70e9, 70B, 1.3B, ...")
-@click.option("--gpus", type=int, required=True, metavar="N", help="Over all nodes.")
-@click.option("--gpus-per-node", type=int, metavar="N", help="[default: 8, or all if fewer]")
+@click.option(
+    "--params",
+    type=_Count(),
+    required=True,
+    metavar="N",
+    help="Number of parameters, such as 70e9, 70B or 1.3B.",
+)
+@click.option(
+    "--gpus", type=int, required=True, metavar="N", help="Number of GPUs, over all nodes."
+)
+@click.option(
+    "--gpus-per-node",
+    type=int,
+    metavar="N",
+    show_default="8, or all if fewer",
+    help="GPUs per node.",
+)
 @click.option(
     "--k", type=int, metavar="N", default=6, show_default=True, help="Snapshots in the window."
 )
@@ -69,21 +84,34 @@ def _default(value: Any, unit: str) -> str:
     default="float32",
     show_default=True,
     metavar="DTYPE",
-    help="Of the weights: float32, bfloat16 or float16.",
+    help="Dtype of the weights: float32, bfloat16 or float16.",
 )
 @click.option(
     "--storage-dtype",
     metavar="DTYPE",
-    help="Of the snapshots: bfloat16 or float16; that of the weights unless given.",
+    show_default="that of the weights",
+    help="Dtype of the snapshots: bfloat16 or float16.",
 )
 @click.option(
-    "--store", default="host", metavar="PLACE", show_default=True, help="host, device or disk."
+    "--store",
+    default="host",
+    metavar="STORE",
+    show_default=True,
+    help="Where snapshots are stored: host, device or disk.",
 )
-@click.option("--sharding", default="fsdp", metavar="HOW", show_default=True, help="fsdp or ddp.")
+@click.option(
+    "--sharding",
+    default="fsdp",
+    metavar="KIND",
+    show_default=True,
+    help="fsdp (sharded weights) or ddp (replicated).",
+)
 @click.option("--nu", type=int, metavar="STEPS", help="Steps between two snapshots.")
-@click.option("--step-seconds", type=float, metavar="S", help="How long a training step takes.")
+@click.option(
+    "--step-seconds", type=float, metavar="S", help="Duration of a training step in seconds."
+)
 @_machine_options
-@click.option("--json", "as_json", is_flag=True, help="Print for programs.")
+@json_option
 def command(
     params: int,
     gpus: int,
@@ -98,13 +126,13 @@ def command(
     as_json: bool,
     **machine: float,
 ) -> None:
-    """Work out what a window costs a run: memory, bytes, time.
+    """Estimate what averaging costs: memory, bandwidth, time.
 
-    Says whether it fits, and if not, what to change. On paper only: nothing is run. GB are 10⁹
-    bytes, GiB are 2³⁰.
+    Says whether a window of K snapshots fits, and if not, what to change. This is an estimate;
+    nothing is run. GB are 10⁹ bytes, GiB are 2³⁰ bytes.
     """
     try:
-        run = Run(
+        run = TrainingRun(
             params=params,
             gpus=gpus,
             gpus_per_node=min(8, max(1, gpus)) if gpus_per_node is None else gpus_per_node,
@@ -119,11 +147,11 @@ def command(
         )
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
-    from torch_lawa.cli.plan_printing import as_dict, as_text
+    from torch_lawa.cli.plan_text import as_dict, as_text
 
     cost = cost_of(run)
-    verdict = judge(cost)
+    fit = check_fit(cost)
     if as_json:
-        click.echo(json.dumps(as_dict(cost, verdict), indent=2))
+        click.echo(json.dumps(as_dict(cost, fit), indent=2))
     else:
-        click.echo(as_text(cost, verdict))
+        click.echo(as_text(cost, fit))

@@ -1,4 +1,4 @@
-"""`lawa sweep`: every window of a run in one pass over its checkpoints."""
+"""`lawa sweep`: average many windows of a run in one pass, and evaluate them."""
 
 import importlib
 import json
@@ -11,10 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from torch_lawa.cli.options import (
+    average_options,
+    dry_run_option,
+    parse_numbers,
+    selection_options,
+    threads_option,
+)
 from torch_lawa.metrics import Row
 
 if TYPE_CHECKING:
-    from torch_lawa.offline.sweep import SweepPlan
+    from torch_lawa.offline import AverageOptions
 
 __all__ = ["command"]
 
@@ -31,7 +38,7 @@ An evaluator is a function that takes a state dict and returns named values:
       model.load_state_dict(state_dict)
       return {"val_loss": ...}
 
-The windows of a run of `lawa train --save-trajectory`, evaluated as the run did:
+For a run of `lawa train --save-trajectory`, RUN itself can be the evaluator:
 
 \b
   lawa sweep RUN/trajectory --k 3,6,10 --evaluator RUN
@@ -39,117 +46,116 @@ The windows of a run of `lawa train --save-trajectory`, evaluated as the run did
 
 
 @click.command(epilog=_EXAMPLES)
-@click.argument("run", nargs=-1, required=True, metavar="RUN...")
-@click.option("--k", "ks", required=True, metavar="K,K,...", help="Lengths of the windows.")
-@click.option("--at", metavar="STEP,...", help="Windows end here; at every checkpoint by default.")
-@click.option("--from", "start", type=int, metavar="STEP", help="No checkpoint before this step.")
-@click.option("--to", "stop", type=int, metavar="STEP", help="No checkpoint after this step.")
-@click.option("--every", type=int, metavar="N", help="Only steps that are multiples of N.")
+@click.argument("inputs", nargs=-1, required=True, metavar="RUN...")
+@click.option(
+    "--k", "ks", required=True, metavar="K,K,...", help="Numbers of checkpoints to average."
+)
+@click.option(
+    "--at",
+    metavar="STEP,...",
+    show_default="every checkpoint",
+    help="Steps (or epochs) at which windows end.",
+)
+@selection_options
 @click.option(
     "--evaluator",
     metavar="MODULE:FUNCTION",
-    help="Called with each result; or the folder of a `lawa train` run, to evaluate as it did.",
+    help="Function that evaluates each result, or the folder of a `lawa train` run.",
 )
 @click.option(
     "--metrics",
     type=click.Path(path_type=Path, dir_okay=False),
+    default="metrics.jsonl",
+    show_default=True,
     metavar="FILE",
-    help="Rows of the evaluator; metrics.jsonl unless given. What it has is not done again.",
+    help="File for the rows of the evaluator; windows that it already has are skipped.",
 )
-@click.option("--raw/--no-raw", default=True, help="Evaluate each checkpoint by itself too.")
+@click.option(
+    "--raw/--no-raw", default=True, show_default=True, help="Evaluate single checkpoints as well."
+)
 @click.option("-o", "--output", metavar="OUT", help="Folder to write the results to.")
-@click.option("--coefficients", default="uniform", show_default=True, metavar="RULE",
-              help="uniform, exponential:ALPHA, annealing:linear|1-sqrt|cosine.")  # fmt: skip
-@click.option("--key", metavar="KEY", help="The entry of a PyTorch file that holds the weights.")
+@average_options(without=("buffers", "layout", "max_shard_size"))
 @click.option(
     "--scratch",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     metavar="FOLDER",
-    help="Where results lie until they are evaluated.",
+    show_default="the system's temporary folder",
+    help="Folder for results until they are evaluated.",
 )
-@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="One a core by default.")
-@click.option("--dry-run", is_flag=True, help="Print the plan and make nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print rows for programs, one a line.")
+@threads_option
+@dry_run_option
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON per row.")
 def command(
-    run: tuple[str, ...],
+    inputs: tuple[str, ...],
     ks: str,
     at: str | None,
     start: int | None,
     stop: int | None,
     every: int | None,
     evaluator: str | None,
-    metrics: Path | None,
+    metrics: Path,
     raw: bool,
     output: str | None,
-    coefficients: str,
-    key: str | None,
+    options: "AverageOptions",
     scratch: Path | None,
     threads: int | None,
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Average many windows of a run in one pass and evaluate them.
+    """Average and evaluate many windows of a run in one pass.
 
-    Each result goes to an evaluator and becomes a row of metrics, or to a folder, or both.
+    Results are passed to an evaluator, whose values become rows of a metrics file, or written to a
+    folder, or both.
     """
-    from torch_lawa.cli.teamwork import refuse_team
-    from torch_lawa.cli.working import while_shown
+    from torch_lawa.cli.progress import run_with_progress
+    from torch_lawa.cli.ranks import require_one_process
+    from torch_lawa.offline import plan_sweep, run_sweep
     from torch_lawa.offline.engine import Meter
-    from torch_lawa.offline.sweep import plan_sweep, run_sweep
 
-    refuse_team("a sweep")
-    lengths = _numbers(ks, "--k")
+    require_one_process("a sweep")
+    lengths = parse_numbers(ks, int, "--k")
     if evaluator and raw and 1 not in lengths:
         lengths.append(1)
     plan = plan_sweep(
-        run,
+        inputs,
         lengths,
-        at=None if at is None else _numbers(at, "--at"),
+        at=None if at is None else parse_numbers(at, int, "--at"),
         start=start,
         stop=stop,
         every=every,
-        coefficients=coefficients,
-        key=key,
+        options=options,
     )
     if dry_run:
-        click.echo(json.dumps(_as_json(plan), indent=2) if as_json else str(plan))
+        click.echo(json.dumps(plan.to_json(), indent=2) if as_json else str(plan))
         return
     if evaluator is None and output is None:
-        raise click.UsageError("give --evaluator, -o, or both")
+        raise click.UsageError("Give --evaluator, -o, or both.")
+    evaluate = _load(evaluator) if evaluator else None
     if not as_json:
         click.echo(str(plan), err=True)
     meter = Meter()
-    rows = while_shown(
+    rows = run_with_progress(
         lambda: run_sweep(
             plan,
-            evaluator=_load(evaluator) if evaluator else None,
-            metrics=(metrics or Path("metrics.jsonl")) if evaluator else None,
+            evaluator=evaluate,
+            metrics=metrics if evaluator else None,
             output=output,
             scratch=scratch,
             threads=threads,
             meter=meter,
-            on_row=_say_json if as_json else _say,
+            on_row=_print_json if as_json else _print,
         ),
         meter,
         "Sweeping",
     )
     if not as_json:
-        where = f"; rows in {metrics or 'metrics.jsonl'}" if evaluator else ""
-        results = f"; results in {output}" if output else ""
-        click.echo(f"{len(rows)} evaluated{where}{results}.", err=True)
-
-
-def _numbers(text: str, option: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise click.BadParameter(
-            f"{text!r} is not a list of whole numbers like 2,4,6", param_hint=option
-        ) from None
+        evaluated = f"{len(rows)} evaluated; rows in {metrics}. " if evaluator else ""
+        results = f"Results in {output}." if output else ""
+        click.echo((evaluated + results).strip(), err=True)
 
 
 def _load(name: str) -> Callable[[Any], Mapping[str, Any]]:
-    """`package.module:function`, looked for in the current folder first; or a run's folder."""
+    """Import `package.module:function`, from the current folder first; or load a run's folder."""
     if (Path(name) / "config.json").is_file():
         for entry in entry_points(group="lawa.run_evaluators"):
             return entry.load()(Path(name))  # type: ignore[no-any-return]
@@ -169,7 +175,7 @@ def _load(name: str) -> Callable[[Any], Mapping[str, Any]]:
     return found  # type: ignore[no-any-return]
 
 
-def _say(row: Row) -> None:
+def _print(row: Row) -> None:
     where = f"step {row['step']}" if "step" in row else f"epoch {row['epoch']}"
     who = "raw" if row["k"] is None else f"k = {row['k']}"
     known = {"step", "epoch", "coefficients", "weights", "k", "batch_norm", "evaluate_seconds"}
@@ -178,20 +184,9 @@ def _say(row: Row) -> None:
         for name, value in row.items()
         if name not in known
     )
-    # Not click.echo, which would write through the progress bar.
+    # Not click.echo, which would write into the progress bar.
     print(f"{where:<12} {who:<7} {'  '.join(values)}", flush=True)
 
 
-def _say_json(row: Row) -> None:
+def _print_json(row: Row) -> None:
     print(json.dumps(row), flush=True)
-
-
-def _as_json(plan: "SweepPlan") -> dict[str, Any]:
-    return {
-        "checkpoints": [{"path": str(f.place), "step": f.step, "epoch": f.epoch}
-                        for f in plan.found],
-        "windows": [{"k": w.k, "step": w.step, "epoch": w.epoch} for w in plan.windows],
-        "coefficients": plan.coefficients,
-        "result_bytes": plan.result_bytes,
-        "notes": list(plan.notes),
-    }  # fmt: skip

@@ -3,7 +3,7 @@
 One tensor at a time: made where its shards lie, gathered, written, forgotten.
 """
 
+from torch_lawa.export.exporter import export_average
 from torch_lawa.export.plan import ExportPlan, plan_export
-from torch_lawa.export.saving import save
 
-__all__ = ["ExportPlan", "plan_export", "save"]
+__all__ = ["ExportPlan", "export_average", "plan_export"]

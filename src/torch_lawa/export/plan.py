@@ -8,12 +8,16 @@ import torch
 from torch import nn
 
 from torch_lawa.checkpoints.formats.base import TensorSpec
+from torch_lawa.checkpoints.formats.safetensors_folder import (
+    group_by_size,
+    shard_names,
+    widest_first,
+)
 from torch_lawa.checkpoints.formats.safetensors_torch import spec_of
-from torch_lawa.checkpoints.formats.sharded_layout import group_by_size, shard_names, widest_first
 from torch_lawa.checkpoints.provenance import note_provenance, provenance
 from torch_lawa.coefficients import Coefficients, Weights, name_coefficients
 from torch_lawa.errors import LayoutError
-from torch_lawa.export.models import Surroundings, surroundings_of
+from torch_lawa.export.hub_files import HubFiles, hub_files_for
 from torch_lawa.shards import Sharding
 from torch_lawa.units import parse_bytes
 from torch_lawa.validation import check_float
@@ -50,7 +54,7 @@ class ExportPlan:
     files: tuple[ExportedFile, ...]
     index: str | None  # the file that says which shard has what
     metadata: Mapping[str, str]
-    beside: Surroundings
+    hub_files: HubFiles
     signature: str  # equal on ranks that export parts of the same
 
     @property
@@ -71,10 +75,10 @@ def plan_export(
     """Decide on names, dtypes and files; everything that can be known to fail fails here."""
     check_float(dtype)
     limit = parse_bytes(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
-    beside = surroundings_of(model)
-    tensors = _tensors(window, beside, dtype)
+    hub_files = hub_files_for(model)
+    tensors = _tensors(window, hub_files, dtype)
     groups = group_by_size(tensors, _spec, limit)
-    stem = beside.stem
+    stem = hub_files.stem
     names = shard_names(stem, len(groups)) if len(groups) > 1 else [f"{stem}.safetensors"]
     steps = [snapshot.step for snapshot in window.snapshots[-n:]]
     weights = rule.weights(n)
@@ -87,23 +91,23 @@ def plan_export(
         n=n,
         weights=weights,
         files=tuple(
-            ExportedFile(name, widest_first(group, _spec), _aliases(window, group, beside))
+            ExportedFile(name, widest_first(group, _spec), _aliases(window, group, hub_files))
             for name, group in zip(names, groups, strict=True)
         ),
         index=f"{stem}.safetensors.index.json" if len(groups) > 1 else None,
         metadata=note_provenance(made, {"step": str(steps[-1])}),
-        beside=beside,
+        hub_files=hub_files,
         signature=_signature(window, tensors, steps, weights, limit),
     )
 
 
 def _tensors(
-    window: Window, beside: Surroundings, dtype: torch.dtype | None
+    window: Window, hub_files: HubFiles, dtype: torch.dtype | None
 ) -> list[ExportedTensor]:
     averaged = window.averaged.signature()
     found = []
     for name, (shape, own) in {**averaged, **window.kept.signature()}.items():
-        written = beside.name_of(name, trained=name in averaged)
+        written = hub_files.name_of(name, trained=name in averaged or name in window.excluded)
         if written is None:
             continue
         if name in window.shardings:
@@ -131,10 +135,10 @@ def _refuse_partial(name: str, sharding: Sharding) -> None:
         )
 
 
-def _aliases(window: Window, tensors: list[ExportedTensor], beside: Surroundings) -> dict[str, str]:
+def _aliases(window: Window, tensors: list[ExportedTensor], hub_files: HubFiles) -> dict[str, str]:
     """Names that are left out of a file, with the tensor in it that each is tied to."""
     here = {tensor.name: tensor.written for tensor in tensors}
-    names = {alias: beside.name_of(alias, trained=False) for alias in window.ties}
+    names = {alias: hub_files.name_of(alias, trained=False) for alias in window.ties}
     return {
         written: here[window.ties[alias]]
         for alias, written in names.items()

@@ -1,1 +1,1 @@
-"""Averaging in the frameworks people already use: a file a framework, behind its extra."""
+"""Averaging in other frameworks: one module or package per framework, behind its extra."""

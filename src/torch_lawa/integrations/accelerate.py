@@ -1,4 +1,4 @@
-"""The window of an averager in Accelerate's checkpoints, saved and loaded with the rest.
+"""Saves and loads an averager with Accelerate's checkpoints.
 
 ```python
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -16,9 +16,9 @@ from torch import nn
 
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.errors import ConfigError
-from torch_lawa.integrations.visible import require_visible_parameters
+from torch_lawa.integrations.unsupported import require_visible_parameters
 from torch_lawa.integrations.window_files import load_window, save_window
-from torch_lawa.swap import refuse_if_lent
+from torch_lawa.swap import refuse_if_swapped
 
 __all__ = ["register_averager"]
 
@@ -32,29 +32,29 @@ def register_averager(
     *,
     name: str = "averager",
 ) -> None:
-    """Save and load an averager with everything else that the accelerator does.
+    """Save and load an averager with `accelerator.save_state` and `load_state`.
 
     Call it in every process, with the model that `accelerator.prepare` returned. The whole window
-    goes into each checkpoint folder, as `averager.pt`, or of a sharded model (FSDP2) as a folder
-    `averager` that every process writes to, and that another number of processes can load. A
-    second averager, of another model, needs a `name` of its own.
+    goes into each checkpoint folder as `averager.pt`. For a sharded model (FSDP2) it is a folder
+    `averager` that every process writes to and any number of processes can load. A second
+    averager, of another model, needs another `name`.
 
-    Not `accelerator.register_for_checkpointing`: it saves what the main process has, which of a
-    sharded model is one shard.
+    Do not use `accelerator.register_for_checkpointing`: it saves what the main process holds,
+    which is one shard of a sharded model.
     """
     require_visible_parameters(model)
-    kept = _Kept(accelerator, averager, model, name)
+    hooks = _AveragerHooks(accelerator, averager, model, name)
     for other in accelerator._save_model_state_pre_hook.values():
-        if isinstance(other, _Kept) and other.name == name:
+        if isinstance(other, _AveragerHooks) and other.name == name:
             raise ConfigError(
                 f"an averager is registered as {name!r} already: give this one another name=..."
             )
-    accelerator.register_save_state_pre_hook(kept)
-    accelerator.register_load_state_pre_hook(kept.load)
+    accelerator.register_save_state_pre_hook(hooks)
+    accelerator.register_load_state_pre_hook(hooks.load)
 
 
-class _Kept:
-    """The hooks of one averager; called in every process."""
+class _AveragerHooks:
+    """The save and load hooks of one averager; called in every process."""
 
     def __init__(
         self,
@@ -64,13 +64,13 @@ class _Kept:
         name: str,
     ) -> None:
         if Path(name).name != name or name in ("", ".."):
-            raise ConfigError(f"name={name!r}: it must be the name of a file.")
+            raise ConfigError(f"name={name!r}: it must be the name of a file, without folders.")
         self.name = name
         self._accelerator, self._averager, self._model = accelerator, averager, model
 
     def __call__(self, models: Any, weights: Any, folder: str) -> None:
-        # Else a run would be resumed from the mean, and nobody would notice.
-        refuse_if_lent(self._model, "accelerator.save_state was called")
+        # Otherwise the run would silently resume from the mean.
+        refuse_if_swapped(self._model, "accelerator.save_state was called")
         configuration = self._accelerator.project_configuration
         writes = (
             self._accelerator.is_local_main_process
@@ -80,10 +80,10 @@ class _Kept:
         save_window(self._averager, self._model, Path(folder) / self.name, writes=writes)
 
     def load(self, models: Any, folder: str) -> None:
-        refuse_if_lent(self._model, "accelerator.load_state was called")
+        refuse_if_swapped(self._model, "accelerator.load_state was called")
         if not load_window(self._averager, self._model, Path(folder) / self.name):
             logger.warning(
                 f"{folder} holds no window named {self.name!r} (it was saved without an "
-                "averager): averaging begins anew."
+                "averager): a new window begins."
             )
             self._averager.reset()

@@ -1,4 +1,4 @@
-"""To and from `torch.optim.swa_utils.AveragedModel`, PyTorch's own form of an averaged model."""
+"""Conversion to and from `torch.optim.swa_utils.AveragedModel`, PyTorch's averaged model."""
 
 from collections.abc import Mapping
 
@@ -18,12 +18,12 @@ _COUNT = "n_averaged"
 def to_averaged_model(
     averager: LatestWeightAverager, model: nn.Module, k: int | None = None
 ) -> AveragedModel:
-    """A copy of `model` with the averager's mean, as the `AveragedModel` that torch's tools take.
+    """A copy of `model` with the averager's mean, as an `AveragedModel` for torch's tools.
 
     Parameters are the mean of the window (or of its `k` newest snapshots), buffers follow the
     averager's rule, and `n_averaged` is the number of snapshots, so that `update_parameters` would
-    go on with the equal-weight average of all of them. With BatchNorm in the model, call
-    `torch.optim.swa_utils.update_bn(loader, averaged)`. `model` is as it was.
+    continue the equal-weight average of all of them. If the model has BatchNorm layers, call
+    `torch.optim.swa_utils.update_bn(loader, averaged)`. `model` is unchanged.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> averager = LatestWeightAverager(k=2)
@@ -36,11 +36,11 @@ def to_averaged_model(
     """
     if is_sharded_model(model):
         raise LayoutError(
-            "the model is sharded, and an AveragedModel would need a copy of it, which PyTorch "
-            "cannot make: evaluate inside `with averager.swapped_into(model)` instead."
+            "the model is sharded, and PyTorch cannot copy it into an AveragedModel: evaluate "
+            "inside `with averager.swapped_into(model)` instead."
         )
-    # What torch copies is the model with the mean inside: frozen parameters that the averager
-    # leaves out, ties and hooks come along, and a model that does not fit is refused.
+    # torch copies the model while the mean is swapped in, so that the copy has frozen parameters,
+    # ties and hooks, too, and a model that does not match the window raises.
     with averager.swapped_into(model, k):
         averaged = AveragedModel(unwrap(model))
     averaged.n_averaged.fill_(k if k is not None else len(averager))
@@ -48,15 +48,15 @@ def to_averaged_model(
 
 
 def from_averaged_model(source: AveragedModel | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights inside an `AveragedModel`, or inside a saved state dict of one, by plain names.
+    """The weights of an `AveragedModel`, or of a saved state dict of one, by their plain names.
 
-    What AveragedModel, DDP and `torch.compile` put in front of names is gone, and so is
-    `n_averaged`: `model.load_state_dict(...)` of the bare model takes the result. The tensors are
-    those of the source, not copies. timm's ModelEmaV2 and V3 save the same form.
+    The prefixes of AveragedModel, DDP and `torch.compile` are removed, and so is `n_averaged`: the
+    result is for `model.load_state_dict` of the unwrapped model. The tensors are those of the
+    source, not copies. timm's ModelEmaV2 and V3 use the same format.
 
-    A mean cannot be taken apart again, so this is one state dict and not a window. To begin a
-    window with it as its oldest snapshot, load it into the model and call `averager.collect(model)`
-    before training goes on.
+    The snapshots of a mean cannot be recovered, so this is one state dict and not a window. To
+    begin a window with it as the oldest snapshot, load it into the model and call
+    `averager.collect(model)` before training continues.
 
     >>> averaged = AveragedModel(nn.Linear(1, 1))
     >>> list(averaged.state_dict())
@@ -71,11 +71,11 @@ def from_averaged_model(source: AveragedModel | Mapping[str, Tensor]) -> dict[st
         other = next((name for name in state if not name.startswith("module.")), None)
         found = "holds no weights" if other is None else f"has the tensor {other!r}"
         raise LayoutError(
-            f"this state dict {found}, and in that of an AveragedModel every name begins with "
-            "'module.': if it is the state dict of the bare model, use it as it is."
+            f"this state dict {found}, but in that of an AveragedModel every name begins with "
+            "'module.': if it is the state dict of the unwrapped model, use it as it is."
         )
-    # One prefix is AveragedModel's. More of them on every name are those of DDP inside, which may
-    # itself be compiled.
+    # One prefix is AveragedModel's. More of them on every name are of a DDP model inside, which
+    # may itself be compiled.
     state = _without_compile(state)
     while all(name.startswith("module.") for name in state):
         state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
@@ -83,7 +83,7 @@ def from_averaged_model(source: AveragedModel | Mapping[str, Tensor]) -> dict[st
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of a model by the names that it has without DDP and `torch.compile`."""
+    """The state dict of a model without the prefixes of DDP and `torch.compile`."""
     return _without_compile(unwrap(model).state_dict())
 
 

@@ -1,8 +1,8 @@
 """The mean of flat snapshots: float64 sums, oldest first, one division, one rounding.
 
-A float64 sum of float32 (or narrower) values that lie within 2**29 / k of each other is exact, so
-the result is the true mean, correctly rounded, whatever the order or the route. `mean_blocks` is
-the fast version, `mean_reference` the plain one that it must equal bit for bit.
+A float64 sum of k float32 (or narrower) values whose magnitudes are within a factor of 2**29 / k is
+exact, so the result is the true mean, correctly rounded, in any order of summation. `mean_blocks`
+is the fast version, `mean_reference` the plain one that it must equal bit for bit.
 """
 
 import math
@@ -17,8 +17,8 @@ __all__ = ["block_length", "divide", "mean_blocks", "mean_reference", "round_int
 
 # A block of float64 sums must stay in cache while k snapshots are added to it, and be long enough
 # to hide the cost of a call: 2 MiB of sums on a CPU (measured: docs/decisions/0002). On a GPU they
-# are memory that a swap takes beside the model: 32 MiB. Four times that is 3 % faster from host
-# memory and 13 % from the device's, and was 0.4 copies of RoBERTa-Base with a block's staging.
+# are memory that a swap needs on top of the model: 32 MiB. Four times that is 3 % faster from host
+# memory and 13 % from device memory, but takes 0.4 copies of RoBERTa-Base with its staging.
 _CPU_BLOCK = 1 << 18
 _GPU_BLOCK = 1 << 22
 
@@ -29,7 +29,7 @@ def block_length(device: torch.device) -> int:
 
 
 def mean_reference(snapshots: Sequence[Tensor], weights: Weights, dtype: torch.dtype) -> Tensor:
-    """The definition, whole tensors at a time: what every other route must equal bit for bit.
+    """The definition, on whole tensors: every other implementation must equal it bit for bit.
 
     >>> from torch_lawa.coefficients import Uniform
     >>> mean_reference([torch.ones(1), torch.zeros(1)], Uniform().weights(2), torch.float32)
@@ -53,8 +53,8 @@ def mean_blocks(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield `(offset, float64 mean)` of flat snapshots, block by block.
 
-    The yielded tensor is scratch: it is overwritten when the next block is asked for. With
-    `device`, snapshots in host memory are summed there, streamed block by block.
+    The yielded tensor is scratch memory: the next block overwrites it. With `device`, snapshots in
+    host memory are copied there block by block and summed there.
     """
     used = [(s, w) for s, w in zip(snapshots, weights.numerators, strict=True) if w != 0.0]
     numel = used[0][0].numel()
@@ -62,8 +62,8 @@ def mean_blocks(
     length = min(block_length(device), numel)
     total = torch.empty(length, dtype=torch.float64, device=device)
     # A separate buffer for the weighted term: multiply, then add, each rounded, on any hardware.
-    # A fused multiply-add would give other bits on other machines.
-    # float8 cannot be added to float64 as it is either.
+    # A fused multiply-add would give different bits on different machines.
+    # It also holds float8 values, which cannot be added to float64 directly.
     narrow = used[0][0].element_size() == 1
     term = torch.empty_like(total) if narrow or not weights.uniform else total
     for start in range(0, numel, length):
@@ -87,12 +87,12 @@ def mean_blocks(
 
 
 def divide(total: Tensor, divisor: float, *, out: Tensor) -> Tensor:
-    """`total / divisor`, by multiplication where that has the same bits at half the cost."""
+    """`total / divisor`, by multiplication if that gives the same bits at half the cost."""
     if math.frexp(divisor)[0] == 0.5:  # a power of two
         return torch.mul(total, 1.0 / divisor, out=out)
     if total.device.type == "cpu":
         return torch.div(total, divisor, out=out)
-    # By a number CUDA does not divide: it multiplies by the reciprocal, and rounds twice.
+    # CUDA does not divide by a Python number: it multiplies by the reciprocal and rounds twice.
     return torch.div(
         total, torch.full((), divisor, dtype=total.dtype, device=total.device), out=out
     )
@@ -111,5 +111,5 @@ def round_into(out: Tensor, exact: Tensor) -> None:
     widened = single.double()
     bits = single.view(torch.int32)
     bits.sub_((widened.abs() > exact.abs()).int())  # truncate: one step towards zero
-    bits.bitwise_or_((widened != exact).int())  # sticky: what was cut off shows in the last bit
+    bits.bitwise_or_((widened != exact).int())  # sticky: the last bit records what was cut off
     out.copy_(single)

@@ -1,7 +1,4 @@
-"""The kinds of values a checkpoint holds, under the names that safetensors gives them.
-
-Pure Python: a plan needs no tensors.
-"""
+"""The dtypes of checkpoints, under their safetensors names. Pure Python: no tensors here."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,10 +10,10 @@ __all__ = ["DTYPES", "DType", "averageable", "parse_dtype"]
 
 @dataclass(frozen=True)
 class DType:
-    """A dtype: how wide a value is, and what may be done with it.
+    """A dtype: the size of a value, and how it is averaged.
 
-    Floats and complex numbers are averaged, exact kinds come from the newest checkpoint, opaque
-    ones (scales and packed numbers that mean nothing by themselves) can only be left out.
+    Float and complex values are averaged, exact ones come from the newest checkpoint, opaque ones
+    (scales and packed numbers, which have no meaning of their own) can only be excluded.
     """
 
     code: str
@@ -61,7 +58,7 @@ def averageable(code: str) -> bool:
 
 
 def parse_dtype(text: str) -> str:
-    """The code of a float dtype that someone typed: `bf16`, `bfloat16`, `BF16`.
+    """The code of a float dtype by any of its names: `bf16`, `bfloat16`, `BF16`.
 
     >>> parse_dtype("bfloat16"), parse_dtype("fp32")
     ('BF16', 'F32')
@@ -74,7 +71,7 @@ def parse_dtype(text: str) -> str:
     code = names.get(text.strip().lower().removeprefix("torch."))
     if code is None:
         raise ConfigError(
-            f"dtype {text!r} is not one that can be written: use float32, bfloat16, float16, "
+            f"dtype {text!r} is not supported for output: use float32, bfloat16, float16, "
             "float64, float8_e4m3fn or float8_e5m2."
         )
     return code

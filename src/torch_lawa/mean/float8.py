@@ -1,4 +1,4 @@
-"""float8 by look-up: NumPy does not know it, and 256 values fit a table."""
+"""float8 by table lookup: NumPy has no float8, and it has only 256 values."""
 
 import functools
 
@@ -43,7 +43,7 @@ def float8_keys(values: Doubles) -> "np.ndarray[tuple[int], np.dtype[np.int64]]"
 
 @functools.cache
 def float8_codes(code: str) -> Bytes:
-    """The nearest float8 of every key; too large is Inf, or the largest in E4M3, which has none."""
+    """The nearest float8 of every key. Overflow is Inf; in E4M3, which has none, the largest."""
     keys = np.arange(1 << (_KEY_BITS - 1), dtype=np.int64)
     sizes = (keys << (64 - _KEY_BITS)).view(np.float64)
     largest = FLOAT8[code][3]

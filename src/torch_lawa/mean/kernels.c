@@ -1,8 +1,9 @@
-/* The inner loops of the offline mean: bytes to float64 sums and back, bit for bit as in pieces.py.
+/* The inner loops of the offline mean: bytes to float64 sums and back, bit for bit the same as
+ * kernels_numpy.py.
  *
- * Plain C, no Python headers: built when the package is installed where there is a compiler, loaded
- * with ctypes, and done without where there is none. Must be compiled without contraction of
- * multiply and add (-ffp-contract=off) and without -ffast-math. */
+ * Plain C without Python headers: compiled when the package is built, if there is a compiler, and
+ * loaded with ctypes. Must be compiled without contraction of multiply and add (-ffp-contract=off)
+ * and without -ffast-math. */
 
 #include <fenv.h>
 #include <math.h>
@@ -19,8 +20,8 @@
 #define CLONES __attribute__((noinline))
 #endif
 
-enum { F64, F32, F16, BF16, TABLE };                        /* as in kernels.py */
-enum { NOT_FINITE = 4, BLOCK = 512 };                       /* likewise */
+enum { F64, F32, F16, BF16, TABLE };  /* the same numbers as in kernels_native.py */
+enum { NOT_FINITE = 4, BLOCK = 512 }; /* likewise */
 
 static inline float as_float(uint32_t bits) {
   float value;
@@ -40,7 +41,7 @@ static inline uint64_t double_bits(double value) {
   return bits;
 }
 
-/* One value of each kind as float64: exact, all of them. */
+/* One value of each kind as float64; every conversion is exact. */
 static inline double of_f64(double x, const double *t) { (void)t; return x; }
 static inline double of_f32(float x, const double *t) { (void)t; return (double)x; }
 static inline double of_bf16(uint16_t x, const double *t) {
@@ -50,15 +51,15 @@ static inline double of_bf16(uint16_t x, const double *t) {
 static inline double of_f16(uint16_t x, const double *t) {
   (void)t;
   uint32_t shifted = (uint32_t)(x & 0x7fff) << 13;
-  uint32_t finite = float_bits(as_float(shifted) * 0x1p112f); /* moves the exponent, exactly */
+  uint32_t finite = float_bits(as_float(shifted) * 0x1p112f); /* adjusts the exponent, exactly */
   uint32_t special = shifted | 0x7f800000;
   uint32_t size = shifted >= 0x0f800000 ? special : finite;
   return (double)as_float(size | (uint32_t)(x & 0x8000) << 16);
 }
 static inline double of_table(uint8_t x, const double *t) { return t[x]; }
 
-/* For each kind: start a sum, add to it, each with weight 1 or another; two at once, in order, save
- * a trip of the sum to the cache and back. */
+/* For each kind: start a sum or add to it, with weight 1 or another weight. Adding two inputs at
+ * once, in order, saves one load and store of the sum. */
 #define LOOPS(NAME, TYPE)                                                                          \
   CLONES static void start_##NAME(double *restrict sum, const TYPE *restrict x, size_t n,          \
                                   const double *restrict t) {                                      \
@@ -155,8 +156,8 @@ CLONES static void to_f32(float *restrict out, const double *restrict x, size_t 
   for (size_t i = 0; i < n; i++) out[i] = (float)x[i];
 }
 
-/* The float32 next to x towards zero, its last bit set if anything was cut off ("to odd"): a second
- * rounding, to a narrower kind, is then the only one. */
+/* The float32 next to x towards zero, its last bit set if anything was cut off (rounding "to odd"):
+ * rounding the result to a narrower kind then equals rounding x once. */
 static inline uint32_t to_odd(double x) {
   float single = (float)x;
   double wide = (double)single;
@@ -165,8 +166,8 @@ static inline uint32_t to_odd(double x) {
   return bits | (wide != x);
 }
 
-/* By way of float32, which is the only rounding unless it lands exactly between two bfloat16 values.
- * Returns whether one did, or there was a NaN. */
+/* Rounds to float32 first, which is harmless unless the result is exactly between two bfloat16
+ * values. Returns whether that happened, or there was a NaN. */
 CLONES static int to_bf16_by_float(uint16_t *restrict out, const double *restrict x, size_t n) {
   uint32_t odd = 0;
   for (size_t i = 0; i < n; i++) {
@@ -177,7 +178,7 @@ CLONES static int to_bf16_by_float(uint16_t *restrict out, const double *restric
   return odd != 0;
 }
 
-/* Rounded to eight bits where it stands, as an integer: the float32 of that is exact. Returns
+/* Rounds the float64 to eight bits in integer arithmetic; its float32 is then exact. Returns
  * whether there was a value for which it is not: NaN, or too small for a normal number. */
 CLONES static int to_bf16_quickly(uint16_t *restrict out, const double *restrict x, size_t n) {
   uint64_t odd = 0;
@@ -205,7 +206,7 @@ CLONES static void to_f16(uint16_t *restrict out, const double *restrict x, size
   for (size_t i = 0; i < n; i++) {
     uint32_t bits = to_odd(x[i]);
     uint32_t size = bits & 0x7fffffff;
-    /* Below 2^-14 the quantum is fixed: adding 0.5 lets the addition round to it. */
+    /* Below 2^-14 the spacing is fixed: adding 0.5 makes the addition round to it. */
     uint32_t small = float_bits(as_float(size) + 0.5f) - float_bits(0.5f);
     uint32_t normal = (size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13;
     uint32_t half = size < 113u << 23 ? small : normal;
@@ -215,7 +216,7 @@ CLONES static void to_f16(uint16_t *restrict out, const double *restrict x, size
   }
 }
 
-/* Divide a sum (exact_factor: 1 / divisor where that is a power of two, else 0) and round it. */
+/* Divide a sum (exact_factor: 1 / divisor if that is a power of two, else 0) and round it. */
 int lawa_finish(double *sum, size_t n, double divisor, double exact_factor, int kind, void *out) {
   if (exact_factor == 0.0) divide(sum, n, divisor);
   else if (exact_factor != 1.0) multiply(sum, n, exact_factor);
@@ -224,16 +225,16 @@ int lawa_finish(double *sum, size_t n, double divisor, double exact_factor, int 
     case F32: to_f32(out, sum, n); break;
     case F16: to_f16(out, sum, n); break;
     case BF16:
-      /* Means of two or four are often just between: not worth the try by way of float32. */
+      /* Means of two or four are often exactly between two values: skip the attempt by float32. */
       if ((exact_factor != 0.0 || to_bf16_by_float(out, sum, n)) && to_bf16_quickly(out, sum, n))
         to_bf16(out, sum, n);
       break;
-    default: break; /* looked up elsewhere */
+    default: break; /* float8 is looked up in Python */
   }
   return not_finite(sum, n) ? NOT_FINITE : 0;
 }
 
-/* The mean of k inputs that are all at hand, in blocks whose sums stay in the first cache. */
+/* The mean of k inputs in memory, in blocks whose sums stay in the L1 cache. */
 int lawa_mean(const void *const *raws, const double *weights, size_t k, size_t n, int kind,
               size_t width, const double *table, double divisor, double exact_factor, int target,
               size_t target_width, void *out) {
@@ -268,9 +269,9 @@ CLONES static int has_zero(const double *restrict x, size_t n) {
   return found != 0;
 }
 
-/* The sums of the first inputs of a block, those that have a slot into its row. Returns whether each
- * addition was exact and all values finite (else the last sum is not): then sums do not depend on
- * their order, nor do differences that are exact, but for the sign of a zero. */
+/* The prefix sums of a block; those of inputs with a slot are stored in its row. Returns whether
+ * all additions were exact and all values finite (otherwise the last sum is not): then neither sums
+ * nor exact differences depend on the order of summation, except for the sign of a zero. */
 static int prefix_sums(double *rows, const int64_t *slots, const void *const *raws, size_t num,
                        size_t offset, size_t count, int kind, const double *table) {
   double sum[BLOCK];
@@ -288,10 +289,10 @@ static int prefix_sums(double *rows, const int64_t *slots, const void *const *ra
   return !fetestexcept(FE_INEXACT) && !not_finite(sum, count);
 }
 
-/* Means of many windows over the same inputs. Window w has inputs firsts[w] to lasts[w]; its weights
- * begin at weights + places[w], or are all 1 where places[w] is negative. slots has the row of each
- * input up to which a sum is wanted, or -1; rows is scratch for them, BLOCK values each. flags has a
- * word for every window. */
+/* Means of many windows over the same inputs. Window w has inputs firsts[w] to lasts[w]; its
+ * weights begin at weights + places[w], or are all 1 if places[w] is negative. slots has the row of
+ * each input whose prefix sum is needed, or -1; rows is scratch memory for them, BLOCK values each.
+ * flags has one word per window. */
 void lawa_windows(const void *const *raws, size_t num, size_t n, int kind, size_t width,
                   const double *table, size_t num_windows, const int64_t *firsts,
                   const int64_t *lasts, const int64_t *places, const double *weights,

@@ -1,11 +1,11 @@
-"""The mean of raw bytes, a piece at a time: what `mean/blocks.py` is for tensors.
+"""The mean of raw bytes, one piece at a time: what `mean/blocks.py` is for tensors.
 
 The same definition (float64 sums, oldest first, one division, one rounding) and the same bits, but
-straight from the bytes of files and without importing PyTorch. A piece stays in the cache while k
-checkpoints are added to it. Each thread has `Pieces` of its own.
+directly from the bytes of files and without importing PyTorch. A piece stays in cache while k
+checkpoints are added to it. Each thread has its own `Pieces`.
 
-There are two implementations, equal bit for bit: `CompiledPieces` (a few loops in C, where the
-package was installed with a compiler at hand) and `NumpyPieces`, which is always there.
+There are two implementations, equal bit for bit: `CompiledPieces` (loops in C, if the package was
+built with a compiler) and `NumpyPieces`, which is always available.
 """
 
 import math
@@ -34,12 +34,12 @@ Bytes: TypeAlias = NDArray[np.uint8]
 Doubles: TypeAlias = NDArray[np.float64]
 Windows: TypeAlias = Sequence[tuple[range, Weights]]
 
-# Values in a piece, and bytes: long enough to hide the cost of a call, short enough for the cache
-# (see docs/decisions/0009).
+# Size of a piece in values and in bytes: long enough to hide the cost of a call, short enough for
+# the cache (see docs/decisions/0009).
 PIECE = 1 << 18
 _PIECE_BYTES = 1 << 19
 
-# The bits that are all set in a value that is not finite, of every float dtype.
+# The bits that are all set in NaN and Inf, per float dtype.
 _NOT_FINITE = {
     "F64": 0x7FF0000000000000,
     "F32": 0x7F800000,
@@ -51,7 +51,7 @@ _NOT_FINITE = {
 
 
 class Pieces(ABC):
-    """Averages pieces of up to `length` values; the scratch memory is made once.
+    """Averages pieces of up to `length` values; scratch memory is allocated once.
 
     >>> from torch_lawa.coefficients import Uniform
     >>> pieces = make_pieces(2)
@@ -63,14 +63,14 @@ class Pieces(ABC):
     def __init__(self, length: int = PIECE) -> None:
         length += length % 2  # NumPy reads bfloat16 in pairs
         self.length = length
-        self.finite = True  # whether the last mean was
+        self.finite = True  # whether the last mean was finite
         self._aligned = np.empty(length * 8, np.uint8)
 
     def mean(self, pieces: Iterable[Bytes], weights: Weights, source: str, target: str) -> Bytes:
         """The mean of the same piece of every checkpoint, oldest first.
 
-        Pieces are a list, or an iterator that reads them as it goes, one after the other; those
-        whose weight is 0 must be left out, with their weight. The result is scratch.
+        Pieces are a list, or an iterator that reads one after the other. Pieces with weight 0 must
+        be left out, together with their weight. The result is scratch memory.
         """
         source, first = real(source), True
         for raw, weight in zip(pieces, weights.numerators, strict=True):
@@ -82,21 +82,21 @@ class Pieces(ABC):
     def means(
         self, pieces: Iterable[Bytes], windows: Windows, source: str, target: str
     ) -> Iterator[Bytes]:
-        """The mean of each window (positions of its checkpoints, oldest first); scratch.
+        """The mean of each window (positions of its checkpoints, oldest first), in scratch memory.
 
-        Every piece is decoded once, whatever the number of windows.
+        Every piece is decoded once for any number of windows.
         """
 
     @abstractmethod
     def _add(self, raw: Bytes, code: str, weight: float, first: bool) -> None:
-        """Begin the sum, or add to it."""
+        """Start the sum, or add to it."""
 
     @abstractmethod
     def _finish(self, divisor: float, target: str) -> Bytes:
         """Divide the sum and round it; sets `finite`."""
 
     def _align(self, raw: Bytes, code: str) -> Bytes:
-        """Arithmetic on unaligned values is several times slower than copying them first."""
+        """A copy if `raw` is unaligned: arithmetic on it would be several times slower."""
         width = max(4, DTYPES[code].itemsize)
         if raw.__array_interface__["data"][0] % width == 0 and raw.flags.c_contiguous:
             return raw
@@ -106,7 +106,7 @@ class Pieces(ABC):
 
 
 def make_pieces(length: int = PIECE) -> Pieces:
-    """The fastest implementation that is here."""
+    """The fastest implementation that is available."""
     from torch_lawa.mean.kernels_native import CompiledPieces
     from torch_lawa.mean.kernels_numpy import NumpyPieces
 
@@ -142,7 +142,7 @@ def all_finite(raw: Bytes, code: str) -> bool:
 
 
 def exact_factor(divisor: float) -> float:
-    """What to multiply by in place of dividing, where that has the same bits; else 0.
+    """The factor to multiply by instead of dividing, if that gives the same bits; else 0.
 
     >>> exact_factor(8.0), exact_factor(6.0)
     (0.125, 0.0)

@@ -1,4 +1,4 @@
-"""The mean of pieces in C (`kernels.c`), where it was built when the package was installed."""
+"""The mean of pieces in C (`kernels.c`), if it was compiled when the package was built."""
 
 import ctypes
 import functools
@@ -19,15 +19,15 @@ from torch_lawa.mean.kernels import PIECE, Bytes, Doubles, Pieces, Windows, exac
 __all__ = ["CompiledPieces", "library_name"]
 
 _FOLDER = Path(__file__).parent
-_KINDS = {"F64": 0, "F32": 1, "F16": 2, "BF16": 3}  # as in kernels.c; float8 goes by a table
+_KINDS = {"F64": 0, "F32": 1, "F16": 2, "BF16": 3}  # as in kernels.c; float8 uses a table
 _TABLE = 4
 _NOT_FINITE, _BLOCK = 4, 512
 
 
 def library_name() -> str:
-    """The file that holds the loops, by their source: an outdated one is never loaded.
+    """The file name of the compiled library, with a checksum of its source: never outdated.
 
-    The build hook, which must not import the package, computes the same.
+    The build hook, which must not import the package, computes the same name.
     """
     source = (_FOLDER / "kernels.c").read_bytes()
     return f"_kernels_{zlib.crc32(source):08x}{'.dll' if sys.platform == 'win32' else '.so'}"
@@ -35,7 +35,7 @@ def library_name() -> str:
 
 @functools.cache
 def _library() -> Any:
-    """The loops, or None where they were not built or are not wanted (LAWA_KERNELS=numpy)."""
+    """The compiled library; None if it was not built or LAWA_KERNELS=numpy is set."""
     if os.environ.get("LAWA_KERNELS", "") == "numpy" or sys.byteorder != "little":
         return None
     try:
@@ -65,11 +65,11 @@ def _library() -> Any:
 
 
 class CompiledPieces(Pieces):
-    """A loop for every dtype, several times faster than NumPy for the narrow ones."""
+    """One loop per dtype; several times faster than NumPy for narrow dtypes."""
 
     @staticmethod
     def available() -> bool:
-        """Whether the loops are here."""
+        """Whether the compiled library can be loaded."""
         return _library() is not None
 
     def __init__(self, length: int = PIECE) -> None:
@@ -78,11 +78,11 @@ class CompiledPieces(Pieces):
         self._sum: Doubles = np.empty(self.length)
         self._out = np.empty(self.length * 8, np.uint8)
         self._count = 0
-        self._rows: Doubles = np.empty(0)  # sums of a block, one for every checkpoint
+        self._rows: Doubles = np.empty(0)  # sums of a block, one row per checkpoint
         self._many = np.empty(0, np.uint8)  # results of all windows
 
     def mean(self, pieces: Iterable[Bytes], weights: Weights, source: str, target: str) -> Bytes:
-        """The mean of a piece; where all are at hand, in blocks that stay in the first cache."""
+        """The mean of a piece; of a list of pieces, in blocks that stay in the L1 cache."""
         code, kind = real(source), _KINDS.get(real(target))
         if not isinstance(pieces, list) or kind is None:
             return super().mean(pieces, weights, source, target)
@@ -121,15 +121,15 @@ class CompiledPieces(Pieces):
     ) -> Iterator[Bytes]:
         """The mean of each window.
 
-        Uniform ones are the difference of two sums from the start, as long as every addition was
-        exact: the processor notes when one was not. Then order and route do not matter, and the
-        result is the one of the definition. Otherwise the window is added up by itself.
+        A uniform window is the difference of two prefix sums if every addition was exact, which the
+        processor's inexact flag shows: then the order of summation does not matter, and the result
+        equals the definition. Otherwise the window is summed directly.
         """
         code, final = real(source), real(target)
         width, target_width = DTYPES[code].itemsize, DTYPES[final].itemsize
         raws = [raw if _at(raw) % width == 0 else raw.copy() for raw in pieces]
         count, num = len(raws[0]) // width, len(windows)
-        # A float8 is looked up at the end, from the float64 mean.
+        # float8 values are looked up at the end, from the float64 mean.
         kind = _KINDS.get(final, _KINDS["F64"])
         wide = target_width if final in _KINDS else 8
         outs = self._room(num * count * wide).reshape(num, count * wide)
@@ -162,7 +162,7 @@ class CompiledPieces(Pieces):
 
 
 def _slots_of(windows: Windows, num: int) -> "np.ndarray[Any, Any]":
-    """A row for each checkpoint up to which a sum is needed; -1 for the others."""
+    """The row of each checkpoint whose prefix sum is needed; -1 for the others."""
     uniform = [at for at, each in windows if each.uniform]
     wanted = {at[-1] for at in uniform} | {at[0] - 1 for at in uniform if at[0]}
     slots = np.full(num, -1, np.int64)
@@ -171,7 +171,7 @@ def _slots_of(windows: Windows, num: int) -> "np.ndarray[Any, Any]":
 
 
 def _weights_of(windows: Windows) -> tuple["np.ndarray[Any, Any]", Doubles]:
-    """All weights end to end, and where those of each window begin; -1 where all are 1."""
+    """All weights in one array, and where those of each window begin; -1 if all are 1."""
     places, weights = [], [0.0]
     for _, each in windows:
         places.append(-1 if each.uniform else len(weights))
@@ -185,7 +185,7 @@ def _at(array: np.ndarray[Any, Any]) -> int:
 
 
 def _kind(code: str) -> tuple[int, int | None]:
-    """The number of a dtype's loop, and the table that it looks values up in."""
+    """The number of a dtype's loop, and the address of its lookup table."""
     if code in FLOAT8:
         return _TABLE, _at(float8_values(code))
     return _KINDS[code], None

@@ -1,8 +1,8 @@
 """The mean of pieces in NumPy.
 
 NumPy has no bfloat16 and no float8. A bfloat16 is the upper half of a float32, so a 32-bit word
-holds two: one shift gives the float32 of the even ones, one mask that of the odd ones, and sums are
-kept in that order, evens first ("planes"), until they are written. A float8 is looked up.
+holds two: a shift gives the float32 of the even one, a mask that of the odd one. Sums are kept in
+that order, evens first ("planes"), until they are written. float8 values are looked up in a table.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ _SIMPLE: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float
 
 
 class NumpyPieces(Pieces):
-    """Always there; the reference for the compiled ones."""
+    """Always available; the reference for `CompiledPieces`."""
 
     def __init__(self, length: int = PIECE) -> None:
         super().__init__(length)
@@ -35,7 +35,7 @@ class NumpyPieces(Pieces):
         self._rows: list[Doubles] = []
 
     def _add(self, raw: Bytes, code: str, weight: float, first: bool) -> None:
-        with np.errstate(all="ignore"):  # NaN and Inf are values like others here
+        with np.errstate(all="ignore"):  # NaN and Inf are ordinary values here
             term = self._decode(raw, code, self._sum if first else self._term)
             if weight != 1.0:
                 np.multiply(term, weight, out=term)
@@ -92,7 +92,7 @@ class NumpyPieces(Pieces):
             np.copyto(out, values)
         elif code == "BF16":
             pairs = (len(raw) + 2) // 4
-            if len(raw) % 4:  # an odd number of values: a zero makes the pair whole
+            if len(raw) % 4:  # an odd number of values: pad with zero
                 self._aligned[: len(raw)] = raw
                 self._aligned[len(raw) : pairs * 4] = 0
                 raw = self._aligned[: pairs * 4]
@@ -143,8 +143,8 @@ class NumpyPieces(Pieces):
     def _round_words(self, values: Doubles, start: int) -> NDArray[np.uint32]:
         """float32 words whose upper halves are the nearest bfloat16 values.
 
-        Rounding to float32 first is a second rounding only where it lands exactly between two
-        bfloat16 values; those few are pushed back to the side they came from.
+        Rounding to float32 first causes double rounding only if the result is exactly between two
+        bfloat16 values; those few are moved back to the side they came from.
         """
         words = self._words[start : start + len(values)]
         single = words.view(np.float32)

@@ -1,16 +1,15 @@
 """The paper's circular queue: a float64 sum that follows the window at a cost independent of k.
 
-Subtracting the snapshot that left and adding the one that came is exact as long as no rounding
-happens, and then the sum has the very bits of adding the window up afresh. Rounding cannot happen
-where every value of the window is zero or lies between `bound * k * 2**(p - 53)` and `bound`, with
-p the bits of the significand: any partial sum is then a multiple of the smallest value's last bit
-and less than 2**53 of them.
+If no rounding occurs, subtracting the snapshot that leaves and adding the new one gives the same
+bits as summing the window again. No rounding occurs if every value of the window is zero or its
+magnitude is between `bound * k * 2**(p - 53)` and `bound`, where p is the number of significand
+bits: every partial sum is then a multiple of the smallest value's last bit, and less than 2**53 of
+them.
 
-So each row of 64 values has a bound, and every snapshot is screened against it when it arrives. A
-row where a value fell outside is distrusted and added up afresh until that snapshot has left the
-window: NaN and Inf, values that grew, one in some 10**7 that are tiny, and negative zeros, whose
-sign a subtraction loses. `SlidingSum` therefore has the bits that `mean_blocks` would make, on any
-input.
+So each row of 64 values has a bound, and every new snapshot is checked against it. A row with a
+value out of bounds is marked and summed again until that snapshot has left the window. This covers
+NaN and Inf, values that grew, about one in 10**7 values that are tiny, and negative zeros, whose
+sign a subtraction loses. `SlidingSum` therefore has the same bits as `mean_blocks` on any input.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,12 +21,12 @@ from torch_lawa.mean.blocks import block_length, divide
 
 __all__ = ["SlidingSum"]
 
-# Bits of the significand, the hidden one counted.
+# Bits of the significand, including the hidden one.
 _PRECISION = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 
 _ROW = 64
-_ROOM = 1.5  # how far values may grow before their row is distrusted for a while
-_SLACK = 256.0  # a bound this many times too large is lowered, so that a spike is forgotten
+_ROOM = 1.5  # how far values may grow before their row is marked
+_SLACK = 256.0  # a bound this many times too large is lowered, after a spike
 
 
 class SlidingSum:
@@ -47,11 +46,11 @@ class SlidingSum:
 
     @staticmethod
     def supports(dtype: torch.dtype) -> bool:
-        """Whether sums of this dtype can be exact in float64 at all."""
+        """Whether sums of this dtype can be exact in float64."""
         return dtype in _PRECISION
 
     def can_slide(self, ids: Sequence[int], has_leaving: bool) -> bool:
-        """Whether the window `ids` is one snapshot further than the sum."""
+        """Whether the window `ids` is one snapshot ahead of the sum."""
         if not self.ids or len(ids) < 2:
             return False
         grown = self.ids == tuple(ids[:-1])
@@ -59,7 +58,7 @@ class SlidingSum:
         return grown or moved
 
     def rebuild(self, ids: Sequence[int], window: Sequence[Tensor]) -> None:
-        """Add the whole window up afresh."""
+        """Sum the whole window again."""
         flat = window[0]
         num_rows, device = flat.numel() // _ROW, flat.device
         self.ids = tuple(ids)
@@ -72,10 +71,10 @@ class SlidingSum:
             for snapshot in window[1:]:
                 total.add_(snapshot[part])
             for id_, snapshot in zip(ids, window, strict=True):
-                self._screen(part, snapshot[part], id_, first=id_ == ids[0])
+                self._check_bounds(part, snapshot[part], id_, first=id_ == ids[0])
 
     def slide(self, ids: Sequence[int], window: Sequence[Tensor], leaving: Tensor | None) -> None:
-        """Follow the window by one snapshot: `window[-1]` came, `leaving` (if any) left."""
+        """Follow the window by one snapshot: `window[-1]` is new, `leaving` (if any) has left."""
         oldest_touched = self.ids[0]
         self.ids = tuple(ids)
         for part in self._parts():
@@ -83,11 +82,11 @@ class SlidingSum:
             if leaving is not None:
                 total.sub_(leaving[part])
             total.add_(newest)
-            self._screen(part, newest, ids[-1])
-        self._refresh((self._until >= oldest_touched).nonzero().flatten(), window)
+            self._check_bounds(part, newest, ids[-1])
+        self._sum_again((self._until >= oldest_touched).nonzero().flatten(), window)
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield `(offset, float64 mean)` block by block, in scratch memory like `mean_blocks`."""
+        """Yield `(offset, float64 mean)` block by block, in scratch memory."""
         scratch = torch.empty_like(self._sum[: block_length(self._sum.device)])
         for part in self._parts():
             mean = scratch[: part.stop - part.start]
@@ -100,10 +99,10 @@ class SlidingSum:
         for start in range(0, numel, length):
             yield slice(start, min(start + length, numel))
 
-    def _screen(self, part: slice, values: Tensor, id_: int, *, first: bool = False) -> None:
-        """Distrust, until snapshot `id_` has left, the rows where its values are out of bounds.
+    def _check_bounds(self, part: slice, values: Tensor, id_: int, *, first: bool = False) -> None:
+        """Mark the rows where values of snapshot `id_` are out of bounds, until it has left.
 
-        The `first` one of a window sets the bounds and is out of them only where not finite.
+        The `first` snapshot of a window sets the bounds: it is out of them only if not finite.
         """
         rows = slice(part.start // _ROW, part.stop // _ROW)
         bound, until = self._bound[rows], self._until[rows]
@@ -111,24 +110,24 @@ class SlidingSum:
             return
         size = values[: bound.numel() * _ROW].view(-1, _ROW).abs()
         high, low = size.amax(1).double(), size.amin(1).double()
-        # Not finite: a bound of zero, which the next snapshot changes.
+        # Not finite: the bound is zero until the next snapshot.
         roomy = torch.where(high.isfinite(), high * _ROOM, 0.0)
         if first:
             bound.copy_(roomy)
-        fits = (high <= bound) & (high * _SLACK >= bound)  # NaN does not fit
+        fits = (high <= bound) & (high * _SLACK >= bound)  # false for NaN
         bound.copy_(torch.where(fits, bound, roomy))
         until.masked_fill_(~fits, id_)
         smallest = self._k * 2.0 ** (_PRECISION[values.dtype] - 53)
         doubtful = (fits & (low <= bound * smallest)).nonzero().flatten()
         if doubtful.numel():
-            # Bits, not values: +0.0 does no harm and -0.0 does.
+            # Compare bits, not values: +0.0 is harmless, -0.0 is not.
             kind = torch.int32 if values.element_size() == 4 else torch.int16
             bits = values[: bound.numel() * _ROW].view(kind).view(-1, _ROW)[doubtful]
             tiny = size[doubtful].double() <= (bound[doubtful] * smallest).unsqueeze(1)
             until[doubtful[(tiny & (bits != 0)).any(1)]] = id_
 
-    def _refresh(self, rows: Tensor, window: Sequence[Tensor]) -> None:
-        """Add up afresh the given rows, and the end that fills no row."""
+    def _sum_again(self, rows: Tensor, window: Sequence[Tensor]) -> None:
+        """Sum the given rows again, and the end that does not fill a row."""
         end = self._sum.numel() // _ROW * _ROW
         at_a_time = max(block_length(self._sum.device) // _ROW, 1)
         for first in range(0, rows.numel(), at_a_time):

@@ -1,32 +1,50 @@
-"""Carry out a plan: read every input once, write the result whole, note how it came about."""
+"""Carry out a plan in one process: read every input once, publish the result whole.
 
+The steps are functions of their own: `multi_process.py` builds the same run from them.
+"""
+
+import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from torch_lawa.checkpoints.formats.base import Checkpoint
-from torch_lawa.checkpoints.formats.opening import open_checkpoint
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.provenance import note_provenance, provenance
-from torch_lawa.checkpoints.storage.paths import Place
-from torch_lawa.errors import ConfigError
-from torch_lawa.offline.changes import refusing_changes
-from torch_lawa.offline.digests import hash_files
-from torch_lawa.offline.engine import Meter, default_threads, run, whole
-from torch_lawa.offline.filling import check_unchanged, plan_filling, whole_name
-from torch_lawa.offline.leading import Leader
-from torch_lawa.offline.plan import Plan
-from torch_lawa.offline.writing import writing
+from torch_lawa.checkpoints.storage.paths import Location
+from torch_lawa.errors import ConfigError, LayoutError
+from torch_lawa.offline.engine import (
+    Meter,
+    default_threads,
+    in_threads,
+    refusing_changes,
+    run,
+    whole,
+)
+from torch_lawa.offline.matching import PlannedTensor
+from torch_lawa.offline.output_files import writing
+from torch_lawa.offline.plan import AveragePlan
 
-__all__ = ["Result", "average_checkpoints", "metadata_of"]
+__all__ = [
+    "Result",
+    "check_unchanged",
+    "hash_files",
+    "metadata_of",
+    "open_inputs",
+    "per_input",
+    "run_average",
+]
+
+_HASHED = 1 << 22
 
 
 @dataclass(frozen=True)
 class Result:
     """What was done."""
 
-    place: Place
+    location: Location
     bytes_read: int
     bytes_written: int
     engine_seconds: float  # reading, averaging and writing, without start-up and flushing
@@ -37,7 +55,7 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """For programs."""
         return {
-            "output": str(self.place),
+            "output": str(self.location),
             "bytes_read": self.bytes_read,
             "bytes_written": self.bytes_written,
             "engine_seconds": self.engine_seconds,
@@ -46,19 +64,18 @@ class Result:
         }
 
 
-def average_checkpoints(
-    plan: Plan,
+def run_average(
+    plan: AveragePlan,
     *,
     threads: int | None = None,
     digests: bool = False,
     meter: Meter | None = None,
-    leader: Leader | None = None,
 ) -> Result:
     """Carry out a plan; the bits do not depend on the number of threads.
 
-    Until it is whole the result has a temporary name beside its own; on an error or Ctrl-C nothing
-    is left. With `digests` the SHA-256 of every input file goes into the result's provenance. A
-    `leader` shares the work with the other processes of its team (`offline/leading.py`).
+    Until it is complete the result has a temporary name next to its own; an error or Ctrl-C leaves
+    nothing behind. With `digests` the SHA-256 of every input file goes into the result's
+    provenance.
 
     >>> import tempfile, torch
     >>> from pathlib import Path
@@ -70,42 +87,30 @@ def average_checkpoints(
     ...         tensors = {"w": torch.full((2,), value)}
     ...         save_tensors(Path(folder) / f"step_{step}.safetensors", tensors)
     ...     mean = Path(folder) / "mean.safetensors"
-    ...     result = average_checkpoints(plan_average(folder, mean, last=2))
+    ...     result = run_average(plan_average(folder, mean, last=2))
     ...     load_tensors(mean, read_header(mean))
     {'w': tensor([2.5000, 2.5000])}
     """
-    if threads is not None and threads < 1:
-        raise ConfigError(f"threads is {threads}; give at least 1.")
     started = time.perf_counter()
     meter = meter or Meter()
     with ExitStack() as stack:
-        if leader is not None:
-            stack.enter_context(leader.answering())
-        opened = [stack.enter_context(open_checkpoint(i.place, key=plan.key)) for i in plan.inputs]
-        check_unchanged(plan.tensors, opened)
-        num_threads = threads or default_threads(opened, leader.team.size_here if leader else 1)
+        opened = open_inputs(plan, stack, threads)
+        threads = threads or default_threads(opened)
         meter.total = plan.bytes_read
-        if leader is not None:
-            leader.gather()
-        hashes = _digests(opened, num_threads, meter, leader) if digests else {}
+        hashes = None
+        if digests:
+            files = [file for checkpoint in opened for file in checkpoint.files]
+            meter.total += sum(file.size for file in files)
+            hashes = per_input(opened, hash_files(files, threads, meter))
         metadata = metadata_of(plan, hashes)
-        shared = leader.meeting.values if leader else None
-        with writing(plan.output, metadata, plan.aliases, shared) as sink, refusing_changes(opened):
+        with writing(plan.output, metadata, plan.aliases) as sink, refusing_changes(opened):
             before = time.perf_counter()
             # In the order of the output, so that it is written front to back.
             spans = whole(tensor for file in sink.files for tensor, _ in file.tensors)
-            if leader is not None:
-                filling = plan_filling(plan, opened, sink.files, leader.team.size)
-                leader.order(filling.to_json())
-                spans = iter(filling.spans(leader.team.rank))
-            not_finite = run(opened, plan.weights, spans, sink, threads=num_threads, meter=meter)
-            if leader is not None:
-                sink.flush()
-                others = [name for reply in leader.collect() for name in reply["not_finite"]]
-                not_finite = sorted({*not_finite, *others})
+            not_finite = run(opened, plan.weights, spans, sink, threads=threads, meter=meter)
             engine_seconds = time.perf_counter() - before
     return Result(
-        place=plan.output.place,
+        location=plan.output.location,
         bytes_read=plan.bytes_read,
         bytes_written=plan.bytes_written,
         engine_seconds=engine_seconds,
@@ -114,36 +119,62 @@ def average_checkpoints(
     )
 
 
-def metadata_of(plan: Plan, digests: dict[str, str] | None = None) -> dict[str, str]:
-    """What the result says of itself: what the newest input said, and how it came about."""
-    return note_provenance(_provenance(plan, digests), plan.metadata)
+def open_inputs(plan: AveragePlan, stack: ExitStack, threads: int | None) -> list[Checkpoint]:
+    """Open the checkpoints of a plan, oldest first; refuse those that changed since."""
+    if threads is not None and threads < 1:
+        raise ConfigError(f"threads={threads}: must be at least 1.")
+    opened = [stack.enter_context(open_checkpoint(i.location, key=plan.key)) for i in plan.inputs]
+    check_unchanged(plan.tensors, opened)
+    return opened
 
 
-def _provenance(plan: Plan, digests: dict[str, str] | None = None) -> dict[str, Any]:
-    """How a result came about, to be kept inside it."""
+def check_unchanged(tensors: Sequence[PlannedTensor], opened: Sequence[Checkpoint]) -> None:
+    """Refuse checkpoints that differ from those that the plan was made for."""
+    for checkpoint in opened:
+        for tensor in tensors:
+            if checkpoint.tensors.get(tensor.name) != tensor.source:
+                raise LayoutError(
+                    f"{checkpoint.location}: tensor {tensor.name!r} changed since the plan was "
+                    "made; plan again."
+                )
+
+
+def hash_files(files: Sequence[Location], threads: int, meter: Meter) -> list[str]:
+    """The SHA-256 of each file, several files at a time."""
+    found = [""] * len(files)
+
+    def work(todo: Iterator[tuple[int, Location]]) -> None:
+        for i, file in todo:
+            source, digest = file.open(), hashlib.sha256()
+            for begin in range(0, source.size, _HASHED):
+                end = min(begin + _HASHED, source.size)
+                digest.update(source.view(begin, end).data)
+                meter.add(end - begin)
+            source.close()
+            found[i] = digest.hexdigest()
+
+    in_threads(threads, enumerate(files), work, meter)
+    return found
+
+
+def per_input(opened: Sequence[Checkpoint], hashes: Sequence[str]) -> list[dict[str, str]]:
+    """The hashes of all files of all checkpoints, one `{file: hash}` for each checkpoint."""
+    following = iter(hashes)
+    return [{str(file): next(following) for file in c.files} for c in opened]
+
+
+def metadata_of(
+    plan: AveragePlan, hashes: Sequence[Mapping[str, str]] | None = None
+) -> dict[str, str]:
+    """The metadata of the result: that of the newest input, and how the result was made."""
     inputs = []
-    for planned in plan.inputs:
-        entry: dict[str, Any] = {"path": str(planned.place), "bytes": planned.num_bytes}
+    for i, planned in enumerate(plan.inputs):
+        entry: dict[str, Any] = {"path": str(planned.location), "bytes": planned.num_bytes}
         entry |= {"step": planned.step, "epoch": planned.epoch, "weight": planned.weight}
-        found = {k: v for k, v in (digests or {}).items() if k.startswith(str(planned.place))}
-        if found:
-            entry["sha256"] = found
+        if hashes is not None:
+            entry["sha256"] = dict(hashes[i])
         inputs.append(entry)
     made = provenance(plan.coefficients, inputs)
-    return made if plan.key is None else {**made, "key": plan.key}
-
-
-def _digests(
-    opened: Sequence[Checkpoint], threads: int, meter: Meter, leader: Leader | None
-) -> dict[str, str]:
-    """SHA-256 of every file that is read, by its name."""
-    places = [place for checkpoint in opened for place in checkpoint.files]
-    meter.total += sum(place.size for place in places)
-    if leader is None:
-        return hash_files(places, threads, meter)
-    leader.order({"act": "digest", "files": [whole_name(place) for place in places]})
-    size = leader.team.size
-    found = hash_files(places[::size], threads, meter)
-    for rank, reply in zip(leader.others, leader.collect(), strict=True):
-        found |= zip(map(str, places[rank::size]), reply["digests"], strict=True)
-    return found
+    if plan.key is not None:
+        made["key"] = plan.key
+    return note_provenance(made, plan.metadata)

@@ -1,15 +1,18 @@
-"""The work itself: pieces of tensors through a few threads, every input byte read once.
+"""Average pieces of tensors in a few threads; every input byte is read once.
 
-Threads take the next piece as they finish one, so the files are read and written front to back.
-Which thread makes a piece changes nothing in it.
+A thread takes the next piece when it has finished one, so files are read and written front to back.
+The result does not depend on which thread computes a piece. Also here: running work in background
+threads, its progress meter, and the check that inputs did not change while they were read.
 """
 
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, TypeAlias, TypeVar
+from contextlib import contextmanager
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from torch_lawa.checkpoints.formats.base import Checkpoint
+from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.coefficients import Uniform, Weights
 from torch_lawa.errors import FormatError
 from torch_lawa.mean.dtypes import DTYPES
@@ -21,37 +24,42 @@ __all__ = [
     "Sink",
     "Span",
     "Stopped",
+    "Task",
     "cut_spans",
     "default_threads",
     "drop_zeros",
     "in_threads",
     "pieces_of",
     "read_piece",
+    "refusing_changes",
     "run",
     "value_width",
     "whole",
 ]
 
 _T = TypeVar("_T")
-Span: TypeAlias = tuple[PlannedTensor, int, int]  # a tensor, its first value, and after its last
+Span: TypeAlias = tuple[PlannedTensor, int, int]  # a tensor, its first value, one past its last
 _LOCAL_THREADS, _REMOTE_THREADS = 8, 16
-_REMOTE_PIECE = 1 << 19  # a piece is a request
+_REMOTE_PIECE = 1 << 19  # one request per piece
 
 
 class Sink(Protocol):
-    """Takes finished bytes of a tensor, from any thread, in any order."""
+    """Receives finished bytes of tensors, from any thread, in any order."""
 
     def write(self, name: str, begin: int, piece: Bytes) -> None:
-        """Bytes of the tensor `name` from `begin` on; `piece` is scratch after the call."""
+        """Write bytes of the tensor `name` at offset `begin`; `piece` is reused after the call."""
         ...
 
 
 class Stopped(Exception):
-    """The work was told to stop and did, unfinished."""
+    """The work was stopped before it was complete."""
+
+    def __str__(self) -> str:
+        return "it was stopped by a signal."
 
 
 class Meter:
-    """Bytes read so far, of how many: for whoever shows progress. Also the way to stop."""
+    """Bytes done and in total, for a progress bar; also how to stop the work."""
 
     def __init__(self, total: int = 0) -> None:
         self.total = total
@@ -60,21 +68,21 @@ class Meter:
         self._lock = threading.Lock()
 
     def add(self, num_bytes: int) -> None:
-        """So many more bytes are done."""
+        """Count `num_bytes` more as done."""
         with self._lock:
             self.done += num_bytes
 
     def stop(self) -> None:
-        """Let every thread end after its piece."""
+        """Make every thread end after its current piece."""
         self.stopped = True
 
 
 def default_threads(checkpoints: Sequence[Checkpoint], processes: int = 1) -> int:
-    """One a core here; more where each waits for a server most of the time.
+    """One thread per core, shared among the `processes` on this machine; more for remote files.
 
-    Of several processes on this machine each has its part of them.
+    Threads that read from a server spend most of their time waiting.
     """
-    if not all(c.place.local for c in checkpoints):
+    if not all(c.location.local for c in checkpoints):
         return max(1, _REMOTE_THREADS // processes)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(_LOCAL_THREADS, (cores or 1) // processes))
@@ -83,13 +91,13 @@ def default_threads(checkpoints: Sequence[Checkpoint], processes: int = 1) -> in
 def drop_zeros(
     checkpoints: Sequence[Checkpoint], weights: Weights
 ) -> tuple[list[Checkpoint], Weights]:
-    """Without the checkpoints that do not count: they need not even be read."""
+    """Leave out checkpoints of weight 0, which need not be read."""
     used = [(c, w) for c, w in zip(checkpoints, weights.numerators, strict=True) if w != 0.0]
     return [c for c, _ in used], Weights(tuple(w for _, w in used), weights.divisor)
 
 
 def value_width(code: str) -> int:
-    """Bytes of one real value; a complex number is two."""
+    """Bytes of one real value; a complex number counts as two."""
     dtype = DTYPES[code]
     return dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
 
@@ -101,21 +109,15 @@ def whole(tensors: Iterable[PlannedTensor]) -> Iterator[Span]:
 
 
 def cut_spans(spans: Iterable[Span], length: int | None = None) -> Iterator[Span]:
-    """Spans cut into those of at most `length` values each.
-
-    The length is the one that suits their dtype, unless it is given.
-    """
+    """Cut spans into pieces of at most `length` values; the default length fits the cache."""
     for tensor, first, last in spans:
-        at_a_time = length or piece_length(tensor.source.dtype, tensor.target.dtype)
-        for start in range(first, last, at_a_time):
-            yield tensor, start, min(start + at_a_time, last)
+        piece = length or piece_length(tensor.source.dtype, tensor.target.dtype)
+        for start in range(first, last, piece):
+            yield tensor, start, min(start + piece, last)
 
 
 def pieces_of(tensors: Sequence[PlannedTensor], length: int | None = None) -> Iterator[Span]:
-    """Every tensor cut into `(tensor, first value, last value)`, of at most `length` values each.
-
-    The length is the one that suits their dtype, unless it is given.
-    """
+    """Cut every tensor into pieces of at most `length` values."""
     return cut_spans(whole(tensors), length)
 
 
@@ -131,9 +133,9 @@ def run(
 ) -> list[str]:
     """Average `spans` of the checkpoints, oldest first, into `sink`.
 
-    Returns the names of tensors whose mean is not finite throughout.
+    Returns the names of tensors whose mean contains NaN or Inf.
     """
-    local = all(c.place.local for c in checkpoints)
+    local = all(c.location.local for c in checkpoints)
     if not local and length is None:
         length = _REMOTE_PIECE
     used, used_weights = drop_zeros(checkpoints, weights)
@@ -153,10 +155,10 @@ def run(
                 average = tensor.rule == "average"
                 sources, how = (used, used_weights) if average else ([newest], alone)
                 raws = (read_piece(c, tensor.name, begin, end) for c in sources)
-                # From a server one after the other, so that only one is in memory.
+                # Remote pieces one after the other, so that only one is in memory.
                 made = piece.mean(list(raws) if local else raws, how, code, target)
                 meter.add((end - begin) * len(sources))
-                # A mean may be too large for a narrower dtype than that of the inputs.
+                # A mean may overflow an output dtype that is narrower than the inputs'.
                 if not piece.finite or (code != target and not all_finite(made, target)):
                     not_finite.add(tensor.name)
             sink.write(tensor.name, first * value_width(target), made)
@@ -166,14 +168,89 @@ def run(
 
 
 def read_piece(checkpoint: Checkpoint, name: str, begin: int, end: int) -> Bytes:
-    """Bytes of a tensor, all of them or an error."""
+    """Read bytes of a tensor; fewer than asked for are an error."""
     raw = checkpoint.read(name, begin, end)
     if len(raw) != end - begin:
         raise FormatError(
             f"{checkpoint.file_of(name)}: tensor {name!r} ended early: the file changed while it "
-            "was read."
+            "was being read. Try again when it is complete."
         )
     return raw
+
+
+@contextmanager
+def refusing_changes(opened: Sequence[Checkpoint]) -> Iterator[None]:
+    """Fail if a local input file was written to during the block: the bytes read may be mixed.
+
+    A file that was deleted or replaced by another of its name was read as it had been, so that is
+    no error. Remote files are not checked.
+    """
+    locations = [location for checkpoint in opened for location in checkpoint.files]
+    before = [
+        (location, _stamp(location)) for location in locations if isinstance(location, LocalPath)
+    ]
+    yield
+    for location, (inode, *stamp) in before:
+        try:
+            inode_now, *stamp_now = _stamp(location)
+        except FileNotFoundError:
+            continue
+        if inode_now == inode and stamp_now != stamp:
+            raise FormatError(
+                f"{location}: was written to while it was being read, so nothing was made of it. "
+                "Try again when it is complete; `lawa watch` waits for that by itself."
+            )
+
+
+def _stamp(location: LocalPath) -> tuple[int, int, int]:
+    found = location.path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+class Task(Generic[_T]):
+    """A function that runs in a daemon thread.
+
+    >>> Task(lambda: 6 * 7).start().result()
+    42
+    """
+
+    def __init__(self, act: Callable[[], _T]) -> None:
+        self._act = act
+        self._made: list[_T] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        # An event, because after a Ctrl-C `Thread.join` may report a running thread as ended.
+        self._ended = threading.Event()
+
+    def _run(self) -> None:
+        try:
+            self._made.append(self._act())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ended.set()
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the function has returned."""
+        return bool(self._made)
+
+    def start(self) -> "Task[_T]":
+        """Start the thread."""
+        self._thread.start()
+        return self
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for at most `timeout` seconds; whether it has ended, or never began."""
+        return self._thread.ident is None or self._ended.wait(timeout)
+
+    def result(self) -> _T:
+        """Wait for the end; what the function returned, or the error that it raised."""
+        while not self._ended.wait(1.0):  # in slices, so that signals are handled meanwhile
+            pass
+        if self._error is not None:
+            raise self._error
+        return self._made[0]
 
 
 def in_threads(
@@ -182,11 +259,9 @@ def in_threads(
     work: Callable[[Iterator[_T]], None],
     meter: Meter,
 ) -> None:
-    """Share `todo` among threads; the first error stops them all and is raised here."""
+    """Share `todo` among threads; the first error stops all of them and is raised here."""
     lock = threading.Lock()
     errors: list[BaseException] = []
-    # Counted rather than joined: after a Ctrl-C `join` may take a running thread for ended.
-    ended = threading.Semaphore(0)
 
     def share() -> Iterator[_T]:
         while not (meter.stopped or errors):
@@ -201,21 +276,17 @@ def in_threads(
             work(share())
         except BaseException as error:
             errors.append(error)
-        finally:
-            ended.release()
 
-    num_running = 0
+    tasks = [Task(guarded) for _ in range(num_threads)]
     try:
-        for _ in range(num_threads):
-            num_running += 1
-            threading.Thread(target=guarded, daemon=True).start()
-        while num_running:
-            ended.acquire()
-            num_running -= 1
-    except BaseException:  # Ctrl-C: let every thread end after its piece
+        for task in tasks:
+            task.start()
+        for task in tasks:
+            task.result()
+    except BaseException:  # Ctrl-C: let every thread finish its piece
         meter.stop()
-        while num_running and ended.acquire(timeout=10.0):
-            num_running -= 1
+        for task in tasks:
+            task.wait(10.0)
         raise
     if errors:
         raise errors[0]

@@ -1,4 +1,4 @@
-"""Do these checkpoints fit together, and what becomes of each tensor?"""
+"""Match the tensors of several checkpoints and decide how each tensor of the output is made."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,20 +8,20 @@ from typing import Literal
 from torch_lawa.checkpoints.formats.base import Checkpoint, TensorSpec
 from torch_lawa.errors import ConfigError, LayoutError
 from torch_lawa.mean.dtypes import DTYPES, averageable
+from torch_lawa.offline.options import DEFAULTS, AverageOptions
 
-__all__ = ["Buffers", "PlannedTensor", "Rule", "match_tensors", "shared_aliases"]
+__all__ = ["PlannedTensor", "Rule", "match_tensors", "shared_aliases"]
 
 Rule = Literal["average", "newest"]
-Buffers = Literal["newest", "average"]
 
-# The running statistics of BatchNorm, by the names PyTorch gives them. Averaged weights want them
-# re-estimated; until then the newest are the honest choice, and the online averager's.
+# BatchNorm's running statistics, by PyTorch's names. They do not fit averaged weights and should be
+# re-estimated; until then the newest are used, as in the online averager.
 _STATISTICS = ("running_mean", "running_var")
 
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor of the output: what it is read as, written as, and made by."""
+    """A tensor of the output: its dtype and shape as read and as written, and how it is made."""
 
     name: str
     source: TensorSpec
@@ -31,38 +31,36 @@ class PlannedTensor:
 
 
 def match_tensors(
-    checkpoints: Sequence[Checkpoint],
-    *,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    dtype: str | None = None,
-    buffers: Buffers = "newest",
-    strip_prefix: str = "",
+    checkpoints: Sequence[Checkpoint], options: AverageOptions = DEFAULTS
 ) -> list[PlannedTensor]:
-    """The tensors of the output, in the newest checkpoint's order; every checkpoint must agree."""
+    """The tensors of the output, in the newest checkpoint's order; all checkpoints must match."""
     newest = checkpoints[-1]
-    wanted = [name for name in newest.tensors if _wanted(name, include, exclude)]
+    chosen = [name for name in newest.tensors if options.includes(name)]
     everywhere = {name for checkpoint in checkpoints for name in checkpoint.tensors}
-    for pattern in (*include, *exclude):
+    for pattern in options.patterns:
         if not any(fnmatchcase(name, pattern) for name in everywhere):
-            raise ConfigError(f"no tensor of {newest.place} matches the pattern {pattern!r}.")
-    if not wanted:
-        raise ConfigError("the patterns leave no tensor to write.")
-    for other in checkpoints[:-1]:
-        _compare(other, newest, wanted, include, exclude)
-    for name in wanted:
-        if not name.startswith(strip_prefix) or name == strip_prefix:
             raise ConfigError(
-                f"tensor {name!r} of {newest.place} does not begin with {strip_prefix!r}: leave "
-                f"such tensors out with --include '{strip_prefix}*', or keep the prefix."
+                f"no tensor of {newest.location} matches the pattern {pattern!r}. "
+                f"`lawa inspect {newest.location} --tensors` lists their names."
             )
-    return [_planned(newest, name, dtype, buffers, strip_prefix) for name in wanted]
+    if not chosen:
+        raise ConfigError("--include and --exclude leave no tensor to write.")
+    for other in checkpoints[:-1]:
+        _compare(other, newest, chosen, options)
+    prefix = options.strip_prefix
+    for name in chosen:
+        if not name.startswith(prefix) or name == prefix:
+            raise ConfigError(
+                f"tensor {name!r} of {newest.location} does not begin with {prefix!r}. Leave such "
+                f"tensors out with --include '{prefix}*', or do without --strip-prefix."
+            )
+    return [_planned(newest, name, options) for name in chosen]
 
 
 def shared_aliases(
     checkpoints: Sequence[Checkpoint], tensors: Sequence[PlannedTensor], strip_prefix: str = ""
 ) -> dict[str, str]:
-    """Ties that every checkpoint has, among the tensors that are written, by written names."""
+    """Tied names that all checkpoints share, among the tensors that are written."""
     written = {t.name: t.written for t in tensors}
     first, *others = [c.aliases for c in checkpoints]
     return {
@@ -72,55 +70,43 @@ def shared_aliases(
     }
 
 
-def _wanted(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
-    if include and not any(fnmatchcase(name, p) for p in include):
-        return False
-    return not any(fnmatchcase(name, p) for p in exclude)
-
-
 def _compare(
-    other: Checkpoint,
-    newest: Checkpoint,
-    wanted: Sequence[str],
-    include: Sequence[str],
-    exclude: Sequence[str],
+    other: Checkpoint, newest: Checkpoint, chosen: Sequence[str], options: AverageOptions
 ) -> None:
-    ways_out = "Average checkpoints of one model, or leave tensors out with --exclude."
-    for name in wanted:
+    advice = "Average checkpoints of one model, or leave tensors out with --exclude."
+    for name in chosen:
         if name not in other.tensors:
             tied = other.aliases.get(name)
-            why = f"there it is tied to {tied!r}" if tied else "it has no tensor of that name"
+            why = f"it is tied to {tied!r} there" if tied else "it has no tensor of that name"
             raise LayoutError(
-                f"{other.place}: tensor {name!r} of {newest.file_of(name)} is missing: {why}. "
-                f"{ways_out}"
+                f"{other.location}: tensor {name!r} of {newest.file_of(name)} is missing: {why}. "
+                f"{advice}"
             )
         if other.tensors[name] != newest.tensors[name]:
             raise LayoutError(
                 f"{other.file_of(name)}: tensor {name!r} is {other.tensors[name]}, but "
-                f"{newest.tensors[name]} in {newest.file_of(name)}. {ways_out}"
+                f"{newest.tensors[name]} in {newest.file_of(name)}. {advice}"
             )
     known = set(newest.tensors)
     for name in other.tensors:
-        if name not in known and _wanted(name, include, exclude):
+        if name not in known and options.includes(name):
             raise LayoutError(
-                f"{other.file_of(name)}: tensor {name!r} is not in {newest.place}. {ways_out}"
+                f"{other.file_of(name)}: tensor {name!r} is not in {newest.location}. {advice}"
             )
 
 
-def _planned(
-    newest: Checkpoint, name: str, dtype: str | None, buffers: Buffers, strip_prefix: str
-) -> PlannedTensor:
-    source, written = newest.tensors[name], name.removeprefix(strip_prefix)
+def _planned(newest: Checkpoint, name: str, options: AverageOptions) -> PlannedTensor:
+    source, written = newest.tensors[name], name.removeprefix(options.strip_prefix)
     if DTYPES[source.dtype].kind == "opaque":
         raise LayoutError(
             f"{newest.file_of(name)}: tensor {name!r} is {source.dtype}, which has no mean (a "
-            "scale or a packed number). Leave it out with --exclude, or average before quantising."
+            "scale or packed values). Leave it out with --exclude, or average before quantising."
         )
     if not averageable(source.dtype):
         return PlannedTensor(name, source, source, "newest", written)
     target = source
-    if dtype is not None and DTYPES[source.dtype].kind == "float":
-        target = TensorSpec(dtype, source.shape)
+    if options.dtype is not None and DTYPES[source.dtype].kind == "float":
+        target = TensorSpec(options.dtype, source.shape)
     is_statistic = name.rpartition(".")[2] in _STATISTICS
-    rule: Rule = "newest" if is_statistic and buffers == "newest" else "average"
+    rule: Rule = "newest" if is_statistic and options.buffers == "newest" else "average"
     return PlannedTensor(name, source, target, rule, written)

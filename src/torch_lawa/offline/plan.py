@@ -1,31 +1,24 @@
-"""What an average will be: a value that can be printed, checked and then carried out."""
+"""The plan of an average: a value that can be printed, checked and then run."""
 
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch_lawa.checkpoints.find.select import Discovery, Found, discover, select
-from torch_lawa.checkpoints.formats.base import Checkpoint, Layout
+from torch_lawa.checkpoints.find.select import Discovery, FoundCheckpoint, find_checkpoints, select
+from torch_lawa.checkpoints.formats.base import Checkpoint
 from torch_lawa.checkpoints.formats.huggingface import read_json
-from torch_lawa.checkpoints.formats.opening import open_checkpoint
-from torch_lawa.checkpoints.storage.paths import Place, parse_place
-from torch_lawa.coefficients import (
-    Coefficients,
-    Explicit,
-    Uniform,
-    Weights,
-    name_coefficients,
-    parse_coefficients,
-)
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
+from torch_lawa.checkpoints.storage.paths import Location, parse_location
+from torch_lawa.coefficients import Explicit, Uniform, Weights, name_coefficients
 from torch_lawa.errors import ConfigError, LayoutError
-from torch_lawa.mean.dtypes import parse_dtype
-from torch_lawa.offline.matching import Buffers, PlannedTensor, match_tensors, shared_aliases
-from torch_lawa.offline.output import Output, plan_output
+from torch_lawa.offline.matching import PlannedTensor, match_tensors, shared_aliases
+from torch_lawa.offline.options import DEFAULTS, AverageOptions
+from torch_lawa.offline.output_plan import Output, plan_output
 from torch_lawa.units import format_bytes
 
-__all__ = ["Plan", "PlannedInput", "plan_average", "plan_found", "plan_opened"]
+__all__ = ["AveragePlan", "Input", "PlannedInput", "plan_average", "plan_found", "plan_opened"]
 
 Input = str | os.PathLike[str]
 _LORA = ("r", "lora_alpha", "use_rslora", "use_dora", "peft_type", "rank_pattern", "alpha_pattern")
@@ -33,9 +26,9 @@ _LORA = ("r", "lora_alpha", "use_rslora", "use_dora", "peft_type", "rank_pattern
 
 @dataclass(frozen=True)
 class PlannedInput:
-    """A checkpoint that takes part, and how much it counts."""
+    """A checkpoint that is averaged, and its weight."""
 
-    place: Place
+    location: Location
     label: str
     step: int | None
     epoch: int | None
@@ -45,8 +38,8 @@ class PlannedInput:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Which checkpoints, oldest first, become what. Print it; `average_checkpoints` runs it."""
+class AveragePlan:
+    """Which checkpoints, oldest first, are averaged into what. `run_average` runs it."""
 
     inputs: tuple[PlannedInput, ...]
     weights: Weights
@@ -60,7 +53,7 @@ class Plan:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of the inputs that will be read: each once."""
+        """Bytes of the inputs that will be read, each once."""
         used = sum(w != 0.0 for w in self.weights.numerators)
         return sum(t.source.nbytes * (used if t.rule == "average" else 1) for t in self.tensors)
 
@@ -74,7 +67,7 @@ class Plan:
         labels = max(len(i.label) for i in self.inputs)
         for i in self.inputs:
             size = format_bytes(i.num_bytes)
-            lines.append(f"  {i.label:<{labels}}  weight {i.weight:<8.4g} {size:>8}  {i.place}")
+            lines.append(f"  {i.label:<{labels}}  weight {i.weight:<8.4g} {size:>8}  {i.location}")
         averaged = [t for t in self.tensors if t.rule == "average"]
         dtypes = sorted({t.target.dtype for t in averaged})
         lines.append(
@@ -85,17 +78,17 @@ class Plan:
         lines.append(
             f"Reads {format_bytes(self.bytes_read)}, writes {format_bytes(self.bytes_written)}:"
         )
-        copied = f" and {len(self.output.copied)} files beside it" if self.output.copied else ""
-        lines.append(f"  {self.output.place}: {self.output.describe()}{copied}")
+        copied = f" and {len(self.output.copied)} copied files" if self.output.copied else ""
+        lines.append(f"  {self.output.location}: {self.output.describe()}{copied}")
         lines += [f"Note: {note}" for note in self.notes]
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """The same for programs."""
+        """The plan as JSON values."""
         return {
             "inputs": [
                 {
-                    "path": str(i.place),
+                    "path": str(i.location),
                     "step": i.step,
                     "epoch": i.epoch,
                     "format": i.format,
@@ -110,11 +103,11 @@ class Plan:
             "tied": self.aliases,
             "bytes_read": self.bytes_read,
             "bytes_written": self.bytes_written,
-            "output": str(self.output.place),
+            "output": str(self.output.location),
             "layout": {
                 "kind": self.output.kind,
                 "files": [shard.file for shard in self.output.shards],
-                "copied": [place.name for place in self.output.copied],
+                "copied": [location.name for location in self.output.copied],
             },
             "notes": list(self.notes),
         }
@@ -129,23 +122,16 @@ def plan_average(
     start: int | None = None,
     stop: int | None = None,
     every: int | None = None,
-    coefficients: Coefficients | str = "uniform",
     weights: Sequence[float] | None = None,
-    dtype: str | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    buffers: Buffers = "newest",
-    strip_prefix: str = "",
-    layout: Layout | None = None,
-    max_shard_size: int | None = None,
-    key: str | None = None,
     overwrite: bool = False,
-) -> Plan:
-    """Plan the average of checkpoints: files, folders, patterns, URLs, or a run's folder.
+    options: AverageOptions = DEFAULTS,
+) -> AveragePlan:
+    """Plan the average of checkpoints: files, folders, patterns, URLs, or the folder of a run.
 
-    Of a run, say which: the `last` k, ending `at` a step, from `start` to `stop`, those at
-    multiples of `every`. `weights` are one for each of several explicit inputs, in the order
-    given. Nothing is written; everything that can be known to fail fails here.
+    Choose among the checkpoints of a run by step (or epoch): the `last` k, ending `at` a step, from
+    `start` to `stop`, only multiples of `every`. `weights` has one number for each of several
+    explicit inputs, in their order. Nothing is written; whatever can be checked beforehand is
+    checked here. `run_average` runs the plan.
 
     >>> import tempfile, torch
     >>> from pathlib import Path
@@ -158,151 +144,118 @@ def plan_average(
     ([200, 300], 16)
     """
     many = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
-    found = discover(many, key=key)
+    found = find_checkpoints(many, key=options.key)
     selection = {"last": last, "at": at, "start": start, "stop": stop, "every": every}
     if found.is_run and all(value is None for value in selection.values()):
+        num = len(found.found)
         raise ConfigError(
-            f"{many[0]}: is a run of {len(found.found)} checkpoints ({found.found[0].label} to "
-            f"{found.found[-1].label}); say which to average, such as --last 6."
+            f"{many[0]}: this run has {num} checkpoints ({found.found[0].label} to "
+            f"{found.found[-1].label}). Say which to average, such as --last {min(num, 6)}."
         )
-    rule = _rule(found, many, coefficients, weights, key)
+    if weights is not None:
+        options = replace(options, coefficients=_explicit(found, many, weights, options))
     chosen = select(found, last=last, at=at, start=start, stop=stop, every=every)
-    return plan_found(
-        chosen.found,
-        parse_place(output),
-        rule=rule,
-        name=name_coefficients(rule),
-        notes=chosen.notes,
-        dtype=None if dtype is None else parse_dtype(dtype),
-        include=include,
-        exclude=exclude,
-        buffers=buffers,
-        strip_prefix=strip_prefix,
-        layout=layout,
-        max_shard_size=max_shard_size,
-        key=key,
-        overwrite=overwrite,
-    )
+    location = parse_location(output)
+    return plan_found(chosen.found, location, options, notes=chosen.notes, overwrite=overwrite)
 
 
-def plan_found(found: Sequence[Found], output: Place, *, key: str | None, **how: Any) -> Plan:
+def plan_found(
+    found: Sequence[FoundCheckpoint],
+    output: Location,
+    options: AverageOptions,
+    *,
+    notes: Sequence[str] = (),
+    overwrite: bool = False,
+) -> AveragePlan:
     """Plan the average of checkpoints that were found and chosen, oldest first."""
     with ExitStack() as stack:
-        opened = [stack.enter_context(open_checkpoint(f.place, key=key)) for f in found]
-        return plan_opened(found, opened, output, key=key, **how)
+        opened = [stack.enter_context(open_checkpoint(f.location, key=options.key)) for f in found]
+        return plan_opened(found, opened, output, options, notes=notes, overwrite=overwrite)
 
 
 def plan_opened(
-    found: Sequence[Found],
+    found: Sequence[FoundCheckpoint],
     opened: Sequence[Checkpoint],
-    output: Place,
+    output: Location,
+    options: AverageOptions,
     *,
-    rule: Coefficients,
-    name: str,
     notes: Sequence[str] = (),
-    dtype: str | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    buffers: Buffers = "newest",
-    strip_prefix: str = "",
-    layout: Layout | None = None,
-    max_shard_size: int | None = None,
-    key: str | None = None,
     overwrite: bool = False,
-) -> Plan:
-    """Plan the average of checkpoints that are open already."""
-    weights = rule.weights(len(found))
-    tensors = match_tensors(
-        opened,
-        include=include,
-        exclude=exclude,
-        dtype=dtype,
-        buffers=buffers,
-        strip_prefix=strip_prefix,
-    )
+) -> AveragePlan:
+    """Plan the average of checkpoints that are already open."""
+    weights = options.rule.weights(len(found))
+    tensors = match_tensors(opened, options)
     _check_adapters(opened)
-    return Plan(
+    return AveragePlan(
         inputs=tuple(
             PlannedInput(
-                f.place, f.label, f.step, f.epoch, c.format, c.num_bytes, w / weights.divisor
+                f.location, f.label, f.step, f.epoch, c.format, c.num_bytes, w / weights.divisor
             )
             for f, c, w in zip(found, opened, weights.numerators, strict=True)
         ),
         weights=weights,
-        coefficients=name,
+        coefficients=name_coefficients(options.rule),
         tensors=tuple(tensors),
-        aliases=shared_aliases(opened, tensors, strip_prefix),
-        output=plan_output(
-            output,
-            opened,
-            tensors,
-            layout=layout,
-            max_shard_size=max_shard_size,
-            overwrite=overwrite,
-        ),
-        notes=(*notes, *_notes(opened, tensors, buffers)),
+        aliases=shared_aliases(opened, tensors, options.strip_prefix),
+        output=plan_output(output, opened, tensors, options, overwrite=overwrite),
+        notes=(*notes, *_notes(opened, tensors, options)),
         metadata=dict(opened[-1].metadata),
-        key=key,
+        key=options.key,
     )
 
 
-def _rule(
-    found: Discovery,
-    inputs: Sequence[Input],
-    coefficients: Coefficients | str,
-    weights: Sequence[float] | None,
-    key: str | None,
-) -> Coefficients:
-    if weights is None:
-        return parse_coefficients(coefficients) if isinstance(coefficients, str) else coefficients
-    if not (coefficients == "uniform" or coefficients == Uniform()):
-        raise ConfigError("give weights or coefficients, not both.")
+def _explicit(
+    found: Discovery, inputs: Sequence[Input], weights: Sequence[float], options: AverageOptions
+) -> Explicit:
+    """The weights, put into the order of the checkpoints, which may be sorted by step."""
+    if options.rule != Uniform():
+        raise ConfigError("--weights and --coefficients exclude each other. Give one of them.")
     if len(weights) != len(inputs) or len(found.found) != len(inputs):
         raise ConfigError(
-            f"{len(weights)} weights for {len(inputs)} inputs ({len(found.found)} checkpoints): "
-            "give one weight for each file, in the order of the files."
+            f"{len(weights)} weights for {len(inputs)} inputs ({len(found.found)} checkpoints). "
+            "Give one weight for each file, in the order of the files."
         )
-    # They were given with the files; the files may have been put in the order of their steps.
     given = {
-        str(alone.place): weight
+        str(single.location): weight
         for each, weight in zip(inputs, weights, strict=True)
-        for alone in discover([each], key=key).found
+        for single in find_checkpoints([each], key=options.key).found
     }
-    return Explicit([given[str(f.place)] for f in found.found])
+    return Explicit([given[str(f.location)] for f in found.found])
 
 
 def _notes(
-    opened: Sequence[Checkpoint], tensors: Sequence[PlannedTensor], buffers: Buffers
+    opened: Sequence[Checkpoint], tensors: Sequence[PlannedTensor], options: AverageOptions
 ) -> list[str]:
     notes = list(dict.fromkeys(note for c in opened for note in c.notes))
     statistics = sum(t.name.endswith("running_mean") for t in tensors)
-    if statistics and buffers == "newest":
+    if statistics and options.buffers == "newest":
         notes.append(
-            f"the statistics of {statistics} BatchNorm layers come from the newest checkpoint; "
-            "re-estimate them before use (torch_lawa.recalibrate_batch_norm)."
+            f"BatchNorm's running statistics ({statistics} layers) come from the newest "
+            "checkpoint; re-estimate them before use (torch_lawa.recalibrate_batch_norm)."
         )
     if any(t.name.endswith(("lora_A.weight", "lora_B.weight")) for t in tensors):
         notes.append(
-            "LoRA factors are averaged one by one; the product of averaged factors is not the "
+            "LoRA factors are averaged separately; the product of averaged factors is not the "
             "average of the products."
         )
     return notes
 
 
 def _check_adapters(opened: Sequence[Checkpoint]) -> None:
-    """Adapters of one shape may still scale differently; that would make their mean wrong."""
+    """Refuse adapters of the same shapes that are scaled differently: their mean is wrong."""
     configs = []
     for checkpoint in opened:
-        folder = checkpoint.place
+        folder = checkpoint.location
         folder = folder if folder.is_folder() else folder.parent
-        place = folder.child("adapter_config.json")
-        if checkpoint.files[0].name.startswith("adapter_model") and place.is_file():
-            configs.append((place, read_json(place)))
-    for place, config in configs[:-1]:
-        newest_place, newest = configs[-1]
+        location = folder.child("adapter_config.json")
+        if checkpoint.files[0].name.startswith("adapter_model") and location.is_file():
+            configs.append((location, read_json(location)))
+    for location, config in configs[:-1]:
+        newest_location, newest = configs[-1]
         for name in _LORA:
             if config.get(name) != newest.get(name):
                 raise LayoutError(
-                    f"{place}: {name} is {config.get(name)}, but {newest.get(name)} in "
-                    f"{newest_place}: adapters that scale differently have no mean."
+                    f"{location}: {name} is {config.get(name)}, but {newest.get(name)} in "
+                    f"{newest_location}. Adapters that are scaled differently have no mean; "
+                    "average those of one training run."
                 )

@@ -1,8 +1,8 @@
-"""Many windows at many steps in one pass: each checkpoint is read once, not once for every k.
+"""Average many windows of a run in one pass: each checkpoint is read once, not once for every k.
 
-A piece of every checkpoint is decoded once and all windows are summed from it. Results that are
-only to be evaluated lie in a scratch folder, as many at a time as its disk has room for; windows of
-a later batch read again only the checkpoints that they share with the one before.
+A piece of every checkpoint is decoded once, and all windows are summed from it. Results that are
+only evaluated are kept in a scratch folder, as many at a time as its disk can hold; windows of a
+later batch read again only the checkpoints that they share with earlier ones.
 """
 
 import os
@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_lawa.checkpoints.find.select import Found, discover, select
-from torch_lawa.checkpoints.formats.opening import open_checkpoint
-from torch_lawa.checkpoints.storage.paths import LocalPlace, Place, parse_place
-from torch_lawa.coefficients import Coefficients, name_coefficients, parse_coefficients
-from torch_lawa.errors import ConfigError
+from torch_lawa.checkpoints.find.select import FoundCheckpoint, find_checkpoints, select
+from torch_lawa.checkpoints.find.step_names import few
+from torch_lawa.checkpoints.formats.base import TensorSpec
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
+from torch_lawa.checkpoints.storage.paths import LocalPath, Location, parse_location
+from torch_lawa.coefficients import Uniform, name_coefficients
+from torch_lawa.errors import ConfigError, FormatError, OutputError
 from torch_lawa.mean.kernels import PIECE, make_pieces
 from torch_lawa.metrics import MetricsWriter, Row, read_metrics
 from torch_lawa.offline.average import metadata_of
-from torch_lawa.offline.changes import refusing_changes
 from torch_lawa.offline.engine import (
     Meter,
     Stopped,
@@ -30,107 +31,142 @@ from torch_lawa.offline.engine import (
     in_threads,
     pieces_of,
     read_piece,
+    refusing_changes,
     value_width,
 )
+from torch_lawa.offline.inspecting.inspection import inspect_checkpoint
 from torch_lawa.offline.matching import PlannedTensor, match_tensors
+from torch_lawa.offline.options import DEFAULTS, AverageOptions, check_threads
+from torch_lawa.offline.output_files import writing
 from torch_lawa.offline.plan import Input, plan_found, plan_opened
-from torch_lawa.offline.reuse import is_made
-from torch_lawa.offline.writing import writing
 from torch_lawa.units import format_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Evaluator", "SweepPlan", "Window", "plan_sweep", "run_sweep"]
+__all__ = [
+    "Evaluator",
+    "SweepPlan",
+    "SweepWindow",
+    "plan_sweep",
+    "run_sweep",
+    "sweep_checkpoints",
+]
 
 Evaluator = Callable[["dict[str, Tensor]"], Mapping[str, Any]]
 
-# Bytes of the results of all windows that are in memory at a time, for each thread.
-_RESULTS = 1 << 22
+_RESULTS = 1 << 22  # bytes of the results of all windows in memory at a time, per thread
 _SHARE_OF_DISK = 0.5
 _OPEN_FILES = 256  # a system may allow a process no more than a thousand
 
 
 @dataclass(frozen=True)
-class Window:
-    """The k checkpoints that end at one of them; k = 1 is that checkpoint itself."""
+class SweepWindow:
+    """k consecutive checkpoints of the run; k = 1 is a single checkpoint."""
 
     k: int
-    end: int  # position of the newest among all checkpoints of the sweep
-    step: int | None
+    end: int  # index of the newest among all checkpoints of the sweep
+    step: int | None  # of the newest
     epoch: int | None
 
     @property
     def positions(self) -> range:
-        """Of its checkpoints, oldest first."""
+        """The indices of its checkpoints, oldest first."""
         return range(self.end - self.k + 1, self.end + 1)
 
     @property
     def name(self) -> str:
-        """For its file: unique in a sweep, sorted as the run went."""
+        """The stem of its file name, unique in a sweep."""
         number = f"step-{self.step}" if self.step is not None else f"epoch-{self.epoch}"
         return f"{number}-k-{self.k}"
 
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """Which windows of which checkpoints. Print it; `run_sweep` runs it."""
+    """Which windows of which checkpoints are averaged. `run_sweep` runs it."""
 
-    found: tuple[Found, ...]
-    windows: tuple[Window, ...]
-    coefficients: str
-    rule: Coefficients
-    result_bytes: int  # of one result
+    found: tuple[FoundCheckpoint, ...]
+    windows: tuple[SweepWindow, ...]
+    options: AverageOptions
+    tensors: Mapping[str, TensorSpec]  # of every result
     notes: tuple[str, ...]
-    key: str | None
+
+    @property
+    def coefficients(self) -> str:
+        """The name of the coefficients."""
+        return name_coefficients(self.options.rule)
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of one result."""
+        return sum(spec.nbytes for spec in self.tensors.values())
 
     def __str__(self) -> str:
         ks = sorted({w.k for w in self.windows})
         ends = sorted({w.end for w in self.windows})
         first, newest = self.found[ends[0]].label, self.found[ends[-1]].label
+        where = newest if len(ends) == 1 else f"{len(ends)} of them ({first} to {newest})"
         lines = [
             f"Sweep of {len(self.found)} checkpoints ({self.coefficients}): "
-            f"k = {', '.join(map(str, ks))}, ending at {len(ends)} of them ({first} to {newest}).",
-            f"{len(self.windows)} results of {format_bytes(self.result_bytes)}.",
+            f"k = {', '.join(map(str, ks))}, ending at {where}.",
+            f"Results: {len(self.windows)} of {format_bytes(self.result_bytes)} each.",
         ]
         return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
 
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON values."""
+        return {
+            "checkpoints": [
+                {"path": str(f.location), "step": f.step, "epoch": f.epoch} for f in self.found
+            ],
+            "windows": [{"k": w.k, "step": w.step, "epoch": w.epoch} for w in self.windows],
+            "coefficients": self.coefficients,
+            "result_bytes": self.result_bytes,
+            "notes": list(self.notes),
+        }
+
 
 def plan_sweep(
-    run: Input | Sequence[Input],
+    inputs: Input | Sequence[Input],
     ks: Sequence[int],
     *,
     at: Sequence[int] | None = None,
     start: int | None = None,
     stop: int | None = None,
     every: int | None = None,
-    coefficients: Coefficients | str = "uniform",
-    key: str | None = None,
+    options: AverageOptions = DEFAULTS,
 ) -> SweepPlan:
-    """Plan windows of each `k` that end at the steps `at` (every checkpoint by default).
+    """Plan windows of each length in `ks` that end at the steps `at` (default: every checkpoint).
 
-    A window is made where all its k checkpoints are there.
+    A window is planned where all of its k checkpoints exist. Results are single safetensors files
+    with the BatchNorm statistics of their newest checkpoint, so `layout`, `max_shard_size` and
+    `buffers` of the options do not apply.
     """
     if not ks or min(ks) < 1 or len(set(ks)) != len(ks):
-        raise ConfigError(f"k = {list(ks)}: give different whole numbers from 1 on, such as 2,4,6.")
-    rule = parse_coefficients(coefficients) if isinstance(coefficients, str) else coefficients
-    inputs = [run] if isinstance(run, str | os.PathLike) else list(run)
-    chosen = select(discover(inputs, key=key), start=start, stop=stop, every=every)
+        raise ConfigError(
+            f"--k {','.join(map(str, ks))}: give distinct whole numbers of at least 1, such as "
+            "2,4,6."
+        )
+    for name in ("layout", "max_shard_size", "buffers"):
+        if getattr(options, name) != getattr(DEFAULTS, name):
+            raise ConfigError(f"{name}={getattr(options, name)!r}: not supported by a sweep.")
+    many = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
+    chosen = select(find_checkpoints(many, key=options.key), start=start, stop=stop, every=every)
     found = chosen.found
     if chosen.ordered_by == "given":
         raise ConfigError(
-            f"{inputs[0]}: a sweep needs checkpoints with steps or epochs (in names or inside)."
+            f"{many[0]}: a sweep needs checkpoints with a step or epoch in their names or contents."
         )
-    numbers = [f.step if chosen.ordered_by == "step" else f.epoch for f in found]
+    numbers = chosen.numbers
     missing = [step for step in at or () if step not in numbers]
     if missing:
         raise ConfigError(
-            f"there is no checkpoint at {missing[0]}; there are {', '.join(map(str, numbers[:20]))}"
-            + (" ..." if len(numbers) > 20 else "")
+            f"--at {missing[0]}: there is no checkpoint at this {chosen.ordered_by}; there are "
+            f"{few(numbers, limit=20)}."
         )
     by_step = chosen.ordered_by == "step"
     windows = tuple(
-        Window(k, end, f.step if by_step else None, f.epoch)
+        SweepWindow(k, end, f.step if by_step else None, f.epoch)
         for end, f in enumerate(found)
         if at is None or numbers[end] in at
         for k in sorted(ks)
@@ -138,13 +174,44 @@ def plan_sweep(
     )
     too_long = [k for k in ks if not any(w.k == k for w in windows)]
     if too_long:
+        most = len(found) if at is None else 1 + max(numbers.index(step) for step in at)
         raise ConfigError(
-            f"k = {too_long[0]}: no window has that many checkpoints (there are {len(found)})."
+            f"--k {too_long[0]}, but the longest window has {most} of the {len(found)} checkpoints "
+            f"that were found ({few(f.label for f in found)}). Use --k {most} or less."
         )
     newest = found[windows[-1].end]
-    probe = plan_found([newest], LocalPlace("sweep.safetensors"), key=key, rule=rule, name="")
-    name = name_coefficients(rule)
-    return SweepPlan(tuple(found), windows, name, rule, probe.bytes_written, chosen.notes, key)
+    probe = plan_found([newest], LocalPath("sweep.safetensors"), options)
+    tensors = {t.written: t.target for t in probe.tensors}
+    return SweepPlan(tuple(found), windows, options, tensors, chosen.notes)
+
+
+def sweep_checkpoints(
+    inputs: Input | Sequence[Input],
+    ks: Sequence[int],
+    *,
+    evaluator: Evaluator | None = None,
+    metrics: Path | None = None,
+    output: Input | None = None,
+    at: Sequence[int] | None = None,
+    start: int | None = None,
+    stop: int | None = None,
+    every: int | None = None,
+    threads: int | None = None,
+    options: AverageOptions = DEFAULTS,
+) -> list[Row]:
+    """Plan a sweep and run it: `plan_sweep` and `run_sweep` in one call.
+
+    >>> import tempfile, torch
+    >>> from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
+    >>> run = Path(tempfile.mkdtemp())
+    >>> for step in (100, 200, 300):
+    ...     save_tensors(run / f"step_{step}.safetensors", {"w": torch.full((2,), float(step))})
+    >>> rows = sweep_checkpoints(run, [2, 3], evaluator=lambda state: {"w": state["w"][0].item()})
+    >>> [(row["step"], row["k"], row["w"]) for row in rows]
+    [(200, 2, 150.0), (300, 2, 250.0), (300, 3, 200.0)]
+    """
+    plan = plan_sweep(inputs, ks, at=at, start=start, stop=stop, every=every, options=options)
+    return run_sweep(plan, evaluator=evaluator, metrics=metrics, output=output, threads=threads)
 
 
 def run_sweep(
@@ -159,17 +226,18 @@ def run_sweep(
     meter: Meter | None = None,
     on_row: Callable[[Row], None] | None = None,
 ) -> list[Row]:
-    """Make every result; evaluate it, or write it to the folder `output`, or both.
+    """Average every window; evaluate the results, write them to the folder `output`, or both.
 
-    Rows that `metrics` has already are not made again, nor are results that `output` has, so a
-    sweep that was stopped goes on.
+    Rows that `metrics` already has and results that `output` already has are not computed again,
+    so an interrupted sweep can be resumed.
     """
+    check_threads(threads)
     if evaluator is None and output is None:
         raise ConfigError("a sweep needs an evaluator, an output folder, or both.")
-    if evaluator is not None and output is not None and not parse_place(output).local:
+    if evaluator is not None and output is not None and not parse_location(output).local:
         raise ConfigError(
-            f"{output}: results that are evaluated must lie here; write them to a path, or sweep "
-            "once for the evaluator and once for the URL."
+            f"{output}: results to evaluate must be local files. Write them to a path, or sweep "
+            "twice: once with the evaluator and once for the URL."
         )
     meter = meter or Meter()
     todo = _without_known(plan, metrics)
@@ -178,40 +246,40 @@ def run_sweep(
     with ExitStack() as stack:
         writer = stack.enter_context(MetricsWriter(metrics)) if metrics else None
         if output is None:
-            aside = tempfile.TemporaryDirectory(prefix="lawa-sweep-", dir=scratch)
-            folder: Place = LocalPlace(stack.enter_context(aside))
+            temporary = tempfile.TemporaryDirectory(prefix="lawa-sweep-", dir=scratch)
+            folder: Location = LocalPath(stack.enter_context(temporary))
         else:
-            folder = parse_place(output)
-        places = {w: folder.child(f"{w.name}.safetensors") for w in todo}
-        made = [w for w in todo if output is not None and _is_made(plan, w, places[w])]
-        there = set(made)
-        left = [w for w in todo if w not in there]
+            folder = parse_location(output)
+        locations = {w: folder.child(f"{w.name}.safetensors") for w in todo}
+        made = [w for w in todo if output is not None and _is_made(plan, w, locations[w])]
+        known = set(made)
+        left = [w for w in todo if w not in known]
         batches = list(_batches(left, plan, folder, keep=output is not None))
         meter.total = sum(_bytes_read(batch, plan) for batch in batches)
         for batch in (made, *batches):
             if batch is not made:
-                _make(plan, batch, places, threads, meter)
+                _make(plan, batch, locations, threads, meter)
             for window in batch if evaluator else ():
                 if meter.stopped:
                     raise Stopped
-                row = _evaluate(evaluator, places[window], window, facts)  # type: ignore[arg-type]
+                row = _evaluate(evaluator, locations[window], window, facts)  # type: ignore[arg-type]
                 rows.append(row)
                 if writer:
                     writer.write(row)
                 if on_row:
                     on_row(row)
                 if output is None:
-                    Path(str(places[window])).unlink()
+                    Path(str(locations[window])).unlink()
     return rows
 
 
-def _without_known(plan: SweepPlan, metrics: Path | None) -> list[Window]:
+def _without_known(plan: SweepPlan, metrics: Path | None) -> list[SweepWindow]:
     if metrics is None or not metrics.exists():
         return list(plan.windows)
     known = set()
     for row in read_metrics(metrics):
-        how = None if row.get("k") is None else row.get("coefficients")  # a raw one has none
-        known.add((row.get("step"), row.get("epoch"), row.get("k"), how))
+        rule = None if row.get("k") is None else row.get("coefficients")  # raw rows have no rule
+        known.add((row.get("step"), row.get("epoch"), row.get("k"), rule))
     return [
         w
         for w in plan.windows
@@ -219,21 +287,66 @@ def _without_known(plan: SweepPlan, metrics: Path | None) -> list[Window]:
     ]
 
 
-def _k(window: Window) -> int | None:
+def _k(window: SweepWindow) -> int | None:
     return None if window.k == 1 else window.k
 
 
-def _is_made(plan: SweepPlan, window: Window, place: Place) -> bool:
+def _is_made(plan: SweepPlan, window: SweepWindow, location: Location) -> bool:
+    """Whether `location` is already the mean of this window, by its provenance, tensors and date.
+
+    False where nothing exists; anything else there is refused.
+    """
+    if not location.exists():
+        return False
     found = [plan.found[at] for at in window.positions]
-    return is_made(place, found, plan.rule.weights(window.k), plan.coefficients, plan.key)
+    weights = plan.options.rule.weights(window.k)
+    inputs = [
+        (str(f.location), f.step, f.epoch, w / weights.divisor)
+        for f, w in zip(found, weights.numerators, strict=True)
+    ]
+    expected = plan.coefficients, plan.options.key, inputs, plan.tensors
+    if _contents(location) != expected or not _is_newer(location, found):
+        raise OutputError(
+            f"{location}: already exists, and is not the mean of these checkpoints as they are "
+            "now. Remove it, or write elsewhere."
+        )
+    return True
+
+
+def _contents(location: Location) -> tuple[object, ...]:
+    try:
+        existing = inspect_checkpoint(str(location))
+    except FormatError:
+        return ()
+    made = existing.provenance or {}
+    columns = ("path", "step", "epoch", "weight")
+    rows = [row for row in made.get("inputs") or [] if isinstance(row, dict)]
+    inputs = [tuple(row.get(column) for column in columns) for row in rows]
+    return made.get("coefficients"), made.get("key"), inputs, existing.tensors
+
+
+def _is_newer(location: Location, found: Sequence[FoundCheckpoint]) -> bool:
+    """Whether a result was written after all of its inputs; unknown, so False, on a server."""
+    if not isinstance(location, LocalPath):
+        return False
+    written = location.path.stat().st_mtime_ns
+    return all(
+        isinstance(f.location, LocalPath) and _last_written(f.location.path) <= written
+        for f in found
+    )
+
+
+def _last_written(path: Path) -> int:
+    files = [path, *path.iterdir()] if path.is_dir() else [path]
+    return max(file.stat().st_mtime_ns for file in files)
 
 
 def _batches(
-    windows: Sequence[Window], plan: SweepPlan, folder: Place, *, keep: bool
-) -> Iterator[list[Window]]:
-    """As many results at a time as there is room for, on the disk and in open files."""
+    windows: Sequence[SweepWindow], plan: SweepPlan, folder: Location, *, keep: bool
+) -> Iterator[list[SweepWindow]]:
+    """As many results at a time as the disk and the limit of open files allow."""
     limit = _OPEN_FILES
-    if not keep and isinstance(folder, LocalPlace):
+    if not keep and isinstance(folder, LocalPath):
         stat = os.statvfs(folder.path)
         room = stat.f_bavail * stat.f_frsize * _SHARE_OF_DISK
         limit = max(1, min(limit, int(room // max(1, plan.result_bytes))))
@@ -241,39 +354,37 @@ def _batches(
         yield list(windows[start : start + limit])
 
 
-def _needed(batch: Sequence[Window]) -> list[int]:
-    """Positions of the checkpoints that take part, each once."""
+def _needed(batch: Sequence[SweepWindow]) -> list[int]:
+    """The indices of the checkpoints of a batch, each once."""
     return sorted({at for window in batch for at in window.positions})
 
 
-def _bytes_read(batch: Sequence[Window], plan: SweepPlan) -> int:
+def _bytes_read(batch: Sequence[SweepWindow], plan: SweepPlan) -> int:
     return len(_needed(batch)) * plan.result_bytes
 
 
 def _make(
     plan: SweepPlan,
-    batch: Sequence[Window],
-    places: Mapping[Window, Place],
+    batch: Sequence[SweepWindow],
+    locations: Mapping[SweepWindow, Location],
     threads: int | None,
     meter: Meter,
 ) -> None:
-    """All results of a batch in one pass over the checkpoints that they need."""
+    """Make all results of a batch in one pass over the checkpoints that they need."""
     needed = _needed(batch)
     index = {at: i for i, at in enumerate(needed)}
     with ExitStack() as stack:
         opened = [
-            stack.enter_context(open_checkpoint(plan.found[at].place, key=plan.key))
+            stack.enter_context(open_checkpoint(plan.found[at].location, key=plan.options.key))
             for at in needed
         ]
-        match_tensors(opened)  # all of them, also where no window has two of them
+        match_tensors(opened, plan.options)  # also those that are in no window together
         plans = [
             plan_opened(
                 [plan.found[at] for at in w.positions],
                 [opened[index[at]] for at in w.positions],
-                places[w],
-                rule=plan.rule,
-                name=plan.coefficients,
-                key=plan.key,
+                locations[w],
+                plan.options,
             )
             for w in batch
         ]
@@ -283,6 +394,7 @@ def _make(
         tensors = plans[0].output.shards[0].tensors
         widest = max((value_width(t.target.dtype) for t in tensors), default=8)
         length = min(PIECE // 2, max(1 << 12, _RESULTS // (len(batch) * widest)))
+        single = Uniform().weights(1)
 
         def work(todo: Iterator[tuple[PlannedTensor, int, int]]) -> None:
             pieces = make_pieces(length)
@@ -292,8 +404,10 @@ def _make(
                 meter.add((end - begin) * len(opened))
                 if tensor.rule == "newest":
                     for at, sink in zip(ranges, sinks, strict=True):
-                        newest = read_piece(opened[at[-1]], tensor.name, begin, end)
-                        sink.write(tensor.name, begin, newest)
+                        made = read_piece(opened[at[-1]], tensor.name, begin, end)
+                        if code != target:
+                            made = pieces.mean([made], single, code, target)
+                        sink.write(tensor.name, first * value_width(target), made)
                     continue
                 raws = (read_piece(c, tensor.name, begin, end) for c in opened)
                 means = pieces.means(raws, windows, code, target)
@@ -306,24 +420,24 @@ def _make(
 
 def _evaluate(
     evaluator: Evaluator,
-    place: Place,
-    window: Window,
+    location: Location,
+    window: SweepWindow,
     facts: Mapping[str, Any],
 ) -> Row:
     from torch_lawa.checkpoints.formats.safetensors import read_header
     from torch_lawa.checkpoints.formats.safetensors_torch import load_tensors
 
-    path = Path(str(place))
+    path = Path(str(location))
     began = time.perf_counter()
     state = load_tensors(path, read_header(path))
-    with open_checkpoint(place) as made:
+    with open_checkpoint(location) as made:
         state.update({name: state[kept] for name, kept in made.aliases.items()})
     values = evaluator(state)
     seconds = time.perf_counter() - began
     if not isinstance(values, Mapping):
         raise ConfigError(
-            f"the evaluator returned {type(values).__name__}: it must return named values, such as "
-            "{'test_loss': 0.1}."
+            f"the evaluator returned {type(values).__name__}; it must return a dict of named "
+            "values, such as {'test_loss': 0.1}."
         )
     moment = {"step": window.step, "epoch": window.epoch}
     return {
@@ -338,13 +452,13 @@ def _evaluate(
 
 
 def _plain(name: str, value: Any) -> float | int | str | None:
-    """What a metrics file can hold: of arrays and tensors the one number they are."""
+    """A value that a metrics file can hold; arrays and tensors of one number become floats."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise ConfigError(
-            f"the evaluator returned {type(value).__name__} as {name!r}: return one number, such "
+            f"the evaluator returned a {type(value).__name__} as {name!r}; return one number, such "
             "as value.item()."
         ) from None

@@ -1,58 +1,67 @@
-"""Processes that hold parts of one model take snapshots together, or learn at once who does not.
+"""Ranks that agree: they exchange values, take the same decisions, and succeed or fail together."""
 
-A snapshot itself asks nobody. Before the first one all see that they do the same, with the same
-schedule; where a loss decides, they compare their answers every time.
-"""
-
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_lawa.errors import ConfigError
-from torch_lawa.ranks.barrier import roll_call
+from torch_lawa.errors import ConfigError, OutputError, RankError
+from torch_lawa.ranks.barrier import barrier, explain_missing_ranks
 from torch_lawa.shards import is_sharded, reshard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["agree", "meet"]
+__all__ = ["FailTogether", "all_gather", "check_same_call", "check_same_decision"]
 
 
-def meet(model: nn.Module | Mapping[str, Tensor], where: str) -> None:
-    """Wait for the processes among which tensors are cut; an error names those elsewhere.
+def all_gather(where: str, value: Any, group: "ProcessGroup | None" = None) -> list[Any]:
+    """The values of all ranks of a group, by rank; an error names a rank that is missing."""
+    barrier(where, group)
+    values = [value] * torch.distributed.get_world_size(group)
+    with explain_missing_ranks(where):
+        torch.distributed.all_gather_object(values, value, group)
+    return values
 
-    Copies of the same part (as between the nodes of hybrid sharding) are not asked: one set of
-    them may be averaged and the other not.
+
+# A snapshot needs no communication. Before the first one all ranks that hold a part of the model
+# check that they make the same call, with the same schedule; where a loss decides whether a
+# snapshot is due, they compare their decisions every time.
+
+
+def check_same_call(model: nn.Module | Mapping[str, Tensor], where: str) -> None:
+    """Wait for the ranks that hold the other shards of a model; an error names those elsewhere.
+
+    Ranks that hold copies of the same shard (as between the nodes of hybrid sharding) are not
+    asked: one set of copies may be averaged and the other not.
     """
     for group in _groups(model, copies=False):
-        roll_call(where, group)
+        barrier(where, group)
 
 
-def agree(model: nn.Module | Mapping[str, Tensor], due: bool, call: int) -> None:
-    """Refuse a snapshot that only some processes of a sharded model would take."""
+def check_same_decision(model: nn.Module | Mapping[str, Tensor], due: bool, call: int) -> None:
+    """Refuse a snapshot that only some ranks of a sharded model would take."""
     for group in _groups(model, copies=True):
-        roll_call(f"averager.step, call {call}", group)
-        ranks = torch.distributed.get_process_group_ranks(group)
-        answers: list[bool] = [due] * len(ranks)
-        torch.distributed.all_gather_object(answers, due, group)
-        if len(set(answers)) > 1:
-            taking = ", ".join(str(r) for r, answer in zip(ranks, answers, strict=True) if answer)
+        decisions = all_gather(f"averager.step, call {call}", due, group)
+        if len(set(decisions)) > 1:
+            ranks = torch.distributed.get_process_group_ranks(group)
+            due_on = ", ".join(str(r) for r, yes in zip(ranks, decisions, strict=True) if yes)
             raise ConfigError(
                 f"at call {call} of averager.step the schedule takes a snapshot on some ranks only "
-                f"(rank {taking} of {len(ranks)}), and their shards would be of different moments: "
+                f"(rank {due_on} of {len(ranks)}), so their shards would be of different steps: "
                 "pass the same loss on every rank (all-reduce it)."
             )
 
 
 def _groups(model: nn.Module | Mapping[str, Tensor], *, copies: bool) -> "list[ProcessGroup]":
-    """The groups of more than one process that share a model, in one order in all of them."""
+    """The groups of several ranks that share a model, in the same order on all of them."""
     found: dict[str, ProcessGroup] = {}
     if not isinstance(model, nn.Module | Mapping):
         return []  # refused when a snapshot is taken of it
     if isinstance(model, nn.Module):
-        reshard(model)  # after a forward pass without a backward one, parameters may be gathered
+        reshard(model)  # after a forward pass without a backward pass parameters may be gathered
     for tensor in model.parameters() if isinstance(model, nn.Module) else model.values():
         if not is_sharded(tensor):
             continue
@@ -62,3 +71,82 @@ def _groups(model: nn.Module | Mapping[str, Tensor], *, copies: bool) -> "list[P
                 group = mesh.get_group(dim)
                 found[group.group_name] = group
     return list(found.values())
+
+
+class FailTogether:
+    """The ranks of the default process group: they all complete a piece of work, or all raise.
+
+    A rank that fails inside `failing` reports it; the others raise at their next `exchange`. So
+    between two exchanges a rank may fail by itself, and only `collective` may hold a collective.
+    Without a process group, or with `per_process`, there is one rank.
+
+    >>> ranks = FailTogether(per_process=True)
+    >>> with ranks.failing():
+    ...     ranks.exchange("the start", 42)
+    [42]
+    """
+
+    def __init__(self, *, per_process: bool = False) -> None:
+        dist = torch.distributed
+        shared = not per_process and dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if shared else 0
+        self.size = dist.get_world_size() if shared else 1
+        self._settled = False  # whether the other ranks know how this ends, or can no longer learn
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """An exception in this block is raised on all ranks."""
+        try:
+            yield
+        except Exception as error:
+            if not self._settled:
+                reason = " ".join(str(error).split()) or repr(error)
+                own = f"rank {self.rank} failed, so nothing was written: {reason}"
+                first = self._report(own)
+                with contextlib.suppress(
+                    RankError
+                ):  # if another rank is gone, this error says more
+                    self._exchange("", first, None)
+                self._settled = True
+                if first != own:
+                    raise OutputError(first) from None
+            raise
+
+    def exchange(self, where: str, value: Any = None) -> list[Any]:
+        """The values of all ranks, by rank; raises if one of them has failed."""
+        answers = self._exchange(where, self._reported(), value)
+        for problem, _ in answers:
+            if problem:
+                self._settled = True
+                raise OutputError(problem)
+        return [value for _, value in answers]
+
+    @contextlib.contextmanager
+    def collective(self, where: str) -> Iterator[None]:
+        """Communication of all ranks at once: a rank that fails inside cannot report it."""
+        self._settled = True
+        with explain_missing_ranks(where):
+            yield
+        self._settled = False
+
+    def _exchange(self, where: str, problem: str, value: Any) -> list[Any]:
+        self._settled = True
+        answers = self._all_gather(where, (problem, value))
+        self._settled = False
+        return answers
+
+    def _all_gather(self, where: str, value: Any) -> list[Any]:
+        """Without a barrier: this is called for every tensor of an export."""
+        values = [value] * self.size
+        if self.size > 1:
+            with explain_missing_ranks(where or "an error"):
+                torch.distributed.all_gather_object(values, value)
+        return values
+
+    def _report(self, problem: str) -> str:
+        """Announce a failure; returns `problem`, or that of a rank that made this one stop."""
+        return problem
+
+    def _reported(self) -> str:
+        """The failure that a rank has announced since the last exchange, if any."""
+        return ""

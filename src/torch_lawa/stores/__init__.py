@@ -1,1 +1,1 @@
-"""Where snapshots live: on the device, in host memory, or on disk."""
+"""Stores for snapshots: on the device, in host memory, or on disk."""

@@ -1,7 +1,7 @@
-"""What a store is: a bounded queue of snapshots, each a few flat tensors with one layout.
+"""The `Store` interface: a bounded queue of snapshots, each a few flat buffers of one layout.
 
-Flat means that a snapshot is one buffer for each device and dtype, so that it moves in one copy
-and is averaged in blocks that ignore where one weight ends and the next begins.
+Flat means that a snapshot is one buffer per device and dtype, so that it moves in one copy and is
+averaged in blocks that ignore where one weight ends and the next begins.
 """
 
 import weakref
@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -19,10 +19,12 @@ from torch_lawa.errors import ConfigError
 __all__ = [
     "Buffer",
     "Content",
-    "Entry",
-    "Found",
-    "Group",
-    "Layout",
+    "Counters",
+    "FlatEntry",
+    "FlatGroup",
+    "FlatLayout",
+    "FoundWindow",
+    "Notes",
     "Snapshot",
     "Store",
     "flat_view",
@@ -32,8 +34,8 @@ _ALIGNMENT = 64  # bytes: vector loads never straddle two tensors
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One tensor inside a flat buffer. `stride` is that of the buffer's view, always dense."""
+class FlatEntry:
+    """One tensor inside a flat buffer. `stride` is that of its view there, always dense."""
 
     name: str
     shape: torch.Size
@@ -47,21 +49,21 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Group:
-    """The tensors of one device and dtype; `stored` is the dtype they are kept in."""
+class FlatGroup:
+    """The tensors of one device and dtype; `stored` is the dtype that they are stored in."""
 
     device: torch.device
     dtype: torch.dtype
     stored: torch.dtype
     numel: int
-    entries: tuple[Entry, ...]
+    entries: tuple[FlatEntry, ...]
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where each named tensor lies in the flat buffers."""
+class FlatLayout:
+    """Where each named tensor is in the flat buffers."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[FlatGroup, ...]
 
     @staticmethod
     def of(
@@ -70,11 +72,10 @@ class Layout:
         storage_dtype: torch.dtype | None = None,
         packed: bool = False,
         dtypes: Mapping[str, torch.dtype] | None = None,
-    ) -> "Layout":
-        """The layout of live tensors. `packed` leaves no gaps and no strides, as in a file.
+    ) -> "FlatLayout":
+        """The layout of live tensors. `packed` leaves no padding and no strides, as in a file.
 
-        `dtypes` names the dtype a tensor stands for where it is not the one it has, as when the
-        tensors come from a saved state with narrower storage.
+        `dtypes` has the original dtype of tensors that come from a saved state in a narrower one.
         """
         sorted_: dict[tuple[str, torch.dtype], list[tuple[str, Tensor]]] = {}
         for name, tensor in tensors.items():
@@ -89,36 +90,36 @@ class Layout:
             entries, offset = [], 0
             for name, tensor in members:
                 stride = _dense_stride(tensor, packed)
-                entries.append(Entry(name, tensor.shape, stride, offset, tensor.numel()))
+                entries.append(FlatEntry(name, tensor.shape, stride, offset, tensor.numel()))
                 offset += -(-tensor.numel() // step) * step
-            groups.append(Group(torch.device(device), dtype, stored, offset, tuple(entries)))
+            groups.append(FlatGroup(torch.device(device), dtype, stored, offset, tuple(entries)))
         # Widest dtype first, so that a packed file stays aligned.
         groups.sort(key=lambda group: -group.stored.itemsize)
-        return Layout(tuple(groups))
+        return FlatLayout(tuple(groups))
 
     def allocate(
         self, dtype: torch.dtype | None, device: torch.device | str | None
     ) -> dict[str, Tensor]:
-        """A tensor of its own for each name: of its own dtype and on its device, or on another."""
-        room = {}
+        """One new tensor per name, in its own dtype and on its own device unless given."""
+        allocated = {}
         for group in self.groups:
             wanted = dtype or group.dtype
             if group.dtype.is_complex and not wanted.is_complex:
                 wanted = wanted.to_complex()
             for e in group.entries:
-                room[e.name] = torch.empty_strided(
+                allocated[e.name] = torch.empty_strided(
                     e.shape, e.stride, dtype=wanted, device=device or group.device
                 )
-        return room
+        return allocated
 
     @property
     def nbytes(self) -> int:
-        """The size of one snapshot."""
+        """The size of one snapshot in bytes."""
         return sum(group.numel * group.stored.itemsize for group in self.groups)
 
     @property
     def numel(self) -> int:
-        """The number of values in one snapshot, padding left out."""
+        """The number of values in one snapshot, without padding."""
         return sum(entry.numel for group in self.groups for entry in group.entries)
 
     def signature(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -142,12 +143,12 @@ class Layout:
 class Buffer:
     """The flat memory of one group, with the views that snapshots are copied through."""
 
-    def __init__(self, group: Group, device: torch.device | None = None) -> None:
+    def __init__(self, group: FlatGroup, device: torch.device | None = None) -> None:
         self._names = [entry.name for entry in group.entries]
         # Zeros, so that the padding between tensors is a number.
         self.flat = torch.zeros(group.numel, dtype=group.stored, device=device or group.device)
         self._views = [entry.view(self.flat) for entry in group.entries]
-        # The stream to which the memory returns: others that use it must be recorded.
+        # The stream that the memory belongs to: other streams that use it must be recorded.
         self.home = torch.cuda.current_stream(self.flat.device) if self.flat.is_cuda else None
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
@@ -157,7 +158,7 @@ class Buffer:
 
 
 def _dense_stride(tensor: Tensor, packed: bool) -> tuple[int, ...]:
-    """The tensor's own stride where its memory has no holes, else that of a contiguous one."""
+    """The tensor's own stride if its memory has no gaps, else that of a contiguous one."""
     if not packed and _is_dense(tensor):
         return tuple(tensor.stride())
     stride, step = [], 1
@@ -168,7 +169,7 @@ def _dense_stride(tensor: Tensor, packed: bool) -> tuple[int, ...]:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the values fill their memory without holes or overlaps, in whatever order."""
+    """Whether the values fill their memory without gaps or overlaps, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -178,8 +179,8 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def flat_view(tensor: Tensor, entry: Entry) -> Tensor | None:
-    """`tensor`'s memory as one dimension in the order of `entry`; None where that is no view."""
+def flat_view(tensor: Tensor, entry: FlatEntry) -> Tensor | None:
+    """`tensor`'s memory as one dimension in the order of `entry`; None if that is not a view."""
 
     def order(stride: Sequence[int]) -> list[int]:
         return [s for s, n in zip(stride, entry.shape, strict=True) if n > 1]
@@ -197,9 +198,26 @@ class Snapshot:
     step: int
 
 
+class Counters(TypedDict):
+    """How far an averager is: plain values."""
+
+    num_steps: int
+    num_collected: int
+    schedule_kind: str  # the schedule's class
+    schedule: dict[str, Any]  # the schedule's own state
+
+
+class Notes(Counters):
+    """What a store that outlives the process saves with each snapshot, as plain values."""
+
+    ties: dict[str, str]  # other name of a tensor -> the name it is stored under
+    excluded: list[str]  # tensors that are kept because include or exclude say so
+    shards: str  # which shards of the model this process holds: see `shards.fingerprint`
+
+
 @dataclass(frozen=True)
 class Content:
-    """A snapshot with its values: what goes into a store."""
+    """A snapshot with its values, as it is put into a store."""
 
     snapshot: Snapshot
     averaged: Mapping[str, Tensor]
@@ -207,75 +225,78 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a store that outlives the process still held when it was opened."""
+class FoundWindow:
+    """The window that an earlier process left in a store."""
 
-    averaged: Layout
-    kept: Layout
-    notes: dict[str, Any]
+    averaged: FlatLayout
+    kept: FlatLayout
+    notes: Notes
 
 
 class Store(ABC):
-    """A bounded queue of snapshots; the oldest leaves when a new one comes.
+    """A bounded queue of snapshots; the oldest leaves when a new one is put.
 
-    The averager calls `open` once the tensors are known, then `put` and `flats`. What a `put`
-    displaced stays readable as `evicted` until the next one when `keep_evicted` is set.
+    The window calls `open` once the tensors are known, then `put` and `flats`. If `keep_evicted` is
+    set, the snapshot that a `put` displaced stays readable as `evicted` until the next `put`.
     """
 
-    packed: bool = False  # whether flat buffers must be laid out as in a file
-    on_host: bool = True  # whether snapshots lie in host memory whatever the model's device
+    packed: bool = False  # whether flat buffers have the layout of a file
+    on_host: bool = True  # whether snapshots are in host memory on any device of the model
     keep_evicted: bool = False
 
     def __init__(self) -> None:
         self.snapshots: list[Snapshot] = []
         self.evicted: Snapshot | None = None
-        self._user: weakref.ref[object] | None = None
+        self._owner: weakref.ref[object] | None = None
 
-    def serve(self, user: object) -> None:
-        """Be the store of `user`, and of nobody else from here on."""
-        self._user = weakref.ref(user)
+    def claim(self, owner: object) -> None:
+        """Belong to `owner` alone from now on."""
+        self._owner = weakref.ref(owner)
 
-    def check(self, user: object) -> None:
-        """Refuse one that it does not serve any more: two would push out each other's snapshots."""
-        if self._user is not None and self._user() is not user:
+    def check_owner(self, owner: object) -> None:
+        """Raise if the store was claimed by another: they would evict each other's snapshots."""
+        if self._owner is not None and self._owner() is not owner:
             raise ConfigError(
-                f"the store of this averager ({self.describe()}) was given to another one since: "
-                "give each averager a store of its own."
+                f"the store of this averager ({self.describe()}) has been passed to another "
+                "averager: give each averager a store of its own."
             )
 
-    def find(self, k: int) -> Found | None:
-        """Take over what an earlier process left, at most the `k` newest."""
+    def find(self, k: int) -> FoundWindow | None:
+        """Take over the window of an earlier process, at most the `k` newest snapshots."""
         return None
 
     @abstractmethod
-    def open(self, averaged: Layout, kept: Layout, k: int) -> None:
-        """Make room for `k` snapshots of `averaged` and one of `kept`; drop what was there."""
+    def open(self, averaged: FlatLayout, kept: FlatLayout, k: int) -> None:
+        """Begin a window of `k` snapshots of `averaged` and one of `kept`; drop the old one."""
+
+    def retarget(self, averaged: FlatLayout, kept: FlatLayout) -> bool:
+        """Copy later snapshots from other devices, with layouts that are otherwise the same.
+
+        Returns False if the store cannot do that: then it is refilled.
+        """
+        return False
 
     @abstractmethod
-    def retarget(self, averaged: Layout, kept: Layout) -> None:
-        """Take coming snapshots from other devices; the layout is otherwise the same."""
+    def put(self, content: Content, notes: Notes) -> None:
+        """Copy one snapshot into the store.
 
-    @abstractmethod
-    def put(self, content: Content, notes: Mapping[str, Any]) -> None:
-        """Copy one snapshot in.
-
-        May return before the copy is done, never before it is ordered against what the caller
-        does next with the tensors. `notes` are plain values to remember with it.
+        May return before the copy is done, but not before it is ordered with respect to what the
+        caller does next with the tensors. `notes` are saved with it if the store is persistent.
         """
 
     def refill(
         self,
-        averaged: Layout,
-        kept: Layout,
+        averaged: FlatLayout,
+        kept: FlatLayout,
         k: int,
         contents: list[Content],
-        notes: Mapping[str, Any],
+        notes: Notes,
         *,
         relaid: bool = False,
     ) -> None:
-        """Replace everything. `contents`, oldest first, is emptied so that memory is freed.
+        """Replace the whole window. `contents`, oldest first, is emptied to free memory early.
 
-        `relaid` says that they are the snapshots that are there, in another layout.
+        `relaid` means that these are the snapshots of the present window in another layout.
         """
         self.open(averaged, kept, k)
         while contents:
@@ -283,7 +304,7 @@ class Store(ABC):
 
     @abstractmethod
     def flats(self, snapshot: Snapshot) -> list[Tensor]:
-        """The flat buffers of a snapshot, once they are complete. Not to be written to."""
+        """The flat buffers of a snapshot, once they are complete. Do not write to them."""
 
     @abstractmethod
     def kept_flats(self) -> list[Tensor]:
@@ -291,10 +312,10 @@ class Store(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when everything that was put is where it belongs."""
+        """Return when every snapshot has reached the store."""
 
     def idle_memory(self) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Room on the model's device, by tensor, that nothing else uses while the block lasts."""
+        """Unused memory on the model's device, by tensor, for the duration of the block."""
         return nullcontext({})
 
     @abstractmethod
@@ -302,7 +323,7 @@ class Store(ABC):
         """Drop every snapshot."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy is empty: an averager fills its own."""
+        """A copied store is empty: the copied averager fills it."""
         return type(self), ()
 
     @abstractmethod

@@ -1,9 +1,9 @@
 """Snapshots on disk: crash-safe, bounded, and taken over by a later process.
 
-Each snapshot is a plain safetensors file. `manifest.json` says which files form the window; it is
-replaced in one step after the files it names are on disk, and only then are old files removed. So
-a process killed at any moment leaves the window before the snapshot or the window after it, and
-of several processes, each in a folder of its own, those that are ahead can go back.
+Each snapshot is a plain safetensors file. `manifest.json` names the files of the window; it is
+replaced atomically after those files are on disk, and only then are old files removed. So a
+process that is killed at any moment leaves either the window before the snapshot or the one after
+it. With several ranks, each in a folder of its own, ranks that are ahead can go back.
 """
 
 import contextlib
@@ -21,9 +21,17 @@ from torch_lawa.checkpoints.formats.safetensors import Header, read_header
 from torch_lawa.checkpoints.formats.safetensors_torch import map_flat, spec_of, write_flat
 from torch_lawa.checkpoints.storage.atomic import TEMPORARY, replacing
 from torch_lawa.errors import StoreError
-from torch_lawa.stores.base import Buffer, Content, Found, Layout, Snapshot, Store
+from torch_lawa.stores.base import (
+    Buffer,
+    Content,
+    FlatLayout,
+    FoundWindow,
+    Notes,
+    Snapshot,
+    Store,
+)
 from torch_lawa.stores.disk_lock import FolderLock
-from torch_lawa.stores.disk_manifest import MANIFEST, Manifest, Row, entries
+from torch_lawa.stores.disk_manifest import MANIFEST, Manifest, ManifestRow, entries
 from torch_lawa.stores.disk_ranks import SPARE, Ranks, Report, agree
 from torch_lawa.stores.memory import Stage, idle_memory
 
@@ -35,15 +43,15 @@ _SUFFIX = ".safetensors"
 class DiskStore(Store):
     """The window as files in a folder of its own.
 
-    A snapshot is copied to host memory (page-locked and behind the caller's back from a GPU) and
-    written from there by a thread; the next one waits for it. A failed write is raised by the next
-    call. It is on disk for certain after `averager.wait()`.
+    A snapshot is copied to host memory (asynchronously from a GPU) and written from there by a
+    thread; the next snapshot waits for it. A failed write raises in the next call. After
+    `averager.wait()` the snapshot is on disk.
 
-    Where `torch.distributed` is initialised when the averager is made, every process of the run
-    makes one on the same folder (making it is a collective), and each keeps its files in a
-    sub-folder, `rank-00003-of-00008`. After a crash they go on with the newest snapshots that all
-    of them have; for that, each keeps two more than k. `per_process=True` is for an averager in one
-    process of several: it asks nobody.
+    If `torch.distributed` is initialised when the averager is made, every rank must make one on the
+    same folder (a collective call), and each keeps its files in a sub-folder such as
+    `rank-00003-of-00008`. After a crash they resume with the newest snapshots that all of them
+    have; for that, each keeps two more than k. With `per_process=True` the averager of this process
+    is independent of the other ranks.
 
     >>> import tempfile, torch
     >>> from torch_lawa import LatestWeightAverager
@@ -65,21 +73,21 @@ class DiskStore(Store):
         self._ranks = Ranks(0, 1)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="lawa-disk")
         self._pending: Future[None] | None = None
-        self._rows: dict[int, Row] = {}  # by snapshot index: the window, and what is spared
-        self._surplus: set[str] = set()  # in the manifest, but not wanted: go with the next put
+        self._rows: dict[int, ManifestRow] = {}  # by snapshot index: the window and the spare ones
+        self._surplus: set[str] = set()  # in the manifest, to be removed with the next put
         self._serial = self._run = self._began = self._age = 0
         self._maps: dict[str, list[Tensor]] = {}
         self._lock: FolderLock | None = None
 
-    def find(self, k: int) -> Found | None:
-        """Lock the folder, take over the window its manifest names, sweep up the rest.
+    def find(self, k: int) -> FoundWindow | None:
+        """Lock the folder, take over the window its manifest names, and remove other files.
 
-        Several processes keep only the snapshots that all of them have: this is a collective.
+        Ranks keep only the snapshots that all of them have: this is a collective call.
         """
         try:
             manifest = self._look()
         except Exception as error:
-            self._ranks.exchange(str(error) or repr(error))  # the others wait for an answer
+            self._ranks.exchange(str(error) or repr(error))  # the other ranks wait for this one
             raise
         agreed = agree(self._ranks.exchange(Report.of(manifest)), self._root)
         rows = [row for row in manifest.rows if row.mark in agreed.snapshots]
@@ -91,45 +99,48 @@ class DiskStore(Store):
         self._surplus = {name for row in manifest.rows for name in row.files} - self._used()
         self.retarget(manifest.averaged, manifest.kept)
         self._sweep()
-        return Found(manifest.averaged, manifest.kept, dict(rows[-1].notes)) if rows else None
+        if not rows or rows[-1].notes is None:
+            return None
+        return FoundWindow(manifest.averaged, manifest.kept, rows[-1].notes)
 
-    def open(self, averaged: Layout, kept: Layout, k: int) -> None:
-        """Begin a new window; what the folder held is removed."""
+    def open(self, averaged: FlatLayout, kept: FlatLayout, k: int) -> None:
+        """Begin a new window; the files of the old one are removed."""
         self._settle()
         self._averaged, self._kept, self._k = averaged, kept, k
         self._begin()
         self.retarget(averaged, kept)
 
-    def retarget(self, averaged: Layout, kept: Layout) -> None:
-        """Take coming snapshots from the devices of these layouts."""
+    def retarget(self, averaged: FlatLayout, kept: FlatLayout) -> bool:
+        """Copy later snapshots from the devices of these layouts."""
         self.wait()  # the thread may still be writing from the old stages
         self._averaged, self._kept = averaged, kept
         self._stages = [Stage(averaged), Stage(kept)]
         self._staged: list[list[Buffer]] | None = None
+        return True
 
-    def put(self, content: Content, notes: Mapping[str, Any]) -> None:
-        """Copy the snapshot out of the caller's way and let the thread write it."""
+    def put(self, content: Content, notes: Notes) -> None:
+        """Copy the snapshot to host memory and let the thread write it."""
         self._put(content, notes, self._run, num_ends=1 + self._spare, commit=True)
 
     def refill(
         self,
-        averaged: Layout,
-        kept: Layout,
+        averaged: FlatLayout,
+        kept: FlatLayout,
         k: int,
         contents: list[Content],
-        notes: Mapping[str, Any],
+        notes: Notes,
         *,
         relaid: bool = False,
     ) -> None:
-        """Write the whole new window first; then one manifest puts it in place."""
+        """Write the whole new window first; then one new manifest makes it the window."""
         self._settle()
         self.wait()
         self._run += not relaid
         old_names, before = self._used() | self._surplus, dict(vars(self))
-        rows: dict[int, Row] = {}
+        rows: dict[int, ManifestRow] = {}
         ends: dict[int, Mapping[str, Tensor]] = {}
         if relaid:
-            # What each of them had: counters, and kept tensors where the window may end with it.
+            # The notes of each snapshot, and its kept tensors if it can be the newest.
             rows = self._rows
             ends = {
                 index: self._kept.views(self._mapped(row.kept_file, self._kept))
@@ -148,7 +159,7 @@ class DiskStore(Store):
                 content = contents.pop(0)
                 index, run = content.snapshot.index, self._run
                 if index in rows:
-                    run, notes = rows[index].run, rows[index].notes
+                    run, notes = rows[index].run, rows[index].notes or notes
                 if index in ends:
                     own = {name: ends[index][name] for name in content.kept}
                     content = replace(content, kept=own)
@@ -156,7 +167,7 @@ class DiskStore(Store):
             self.wait()
         except BaseException:
             with contextlib.suppress(Exception):
-                self.wait()  # an interrupt may have left the thread at work
+                self.wait()  # after an interrupt the thread may still be working
             self._remove(self._used() - old_names)
             vars(self).update(before, _serial=self._serial)
             raise
@@ -175,7 +186,7 @@ class DiskStore(Store):
         return self._mapped(kept_file, self._kept)
 
     def wait(self) -> None:
-        """Return when the last snapshot is on disk; raise what kept it from getting there."""
+        """Return when the last snapshot is on disk; raise if it could not be written."""
         if self._pending is not None:
             self._settle()
         pending, self._pending = self._pending, None
@@ -185,10 +196,12 @@ class DiskStore(Store):
             except OSError as error:
                 raise StoreError(
                     f"{self.folder}: the last snapshot could not be written ({error}). The window "
-                    "before it is intact; make room or mend the folder, then collect again."
+                    "before it is intact. Free space or repair the folder, then collect again."
                 ) from error
             finally:
-                del pending  # it knows the error, which knows this frame: the lock would stay
+                del (
+                    pending
+                )  # it refers to the error and so to this frame: the lock would not be freed
 
     def idle_memory(self) -> AbstractContextManager[Mapping[str, Tensor]]:
         """The staging buffers."""
@@ -200,24 +213,24 @@ class DiskStore(Store):
         self._begin()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Refused: a folder has one owner."""
+        """Raises: a folder has one owner."""
         raise StoreError(
             f"{self.folder}: an averager with a window on disk cannot be copied or pickled, since "
-            "a folder has one owner. Make another with a folder of its own, and "
-            "load_state_dict(averager.state_dict()) to fill it."
+            "a folder has one owner. Make another averager with a folder of its own and call "
+            "load_state_dict(averager.state_dict()) on it."
         )
 
     def describe(self) -> str:
-        """Where they are."""
+        """The folder."""
         return f"files in {self.folder}"
 
     @property
     def _spare(self) -> int:
-        """How many snapshots this process must be able to go back."""
+        """How many snapshots this rank must be able to go back."""
         return SPARE if self._ranks.size > 1 else 0
 
     def _look(self) -> Manifest:
-        """What this process's folder holds, all files that it names being there."""
+        """The manifest of this rank's folder, after checking every file that it names."""
         self._settle()
         manifest = Manifest.read(self.folder)
         for row in manifest.rows:
@@ -233,7 +246,7 @@ class DiskStore(Store):
         self._began, self._age = self._run, 0
         self._forget()
         if self._ranks.size > 1:
-            # Not just gone: a rank that was killed before it did the same must learn of it.
+            # Written, not removed: ranks that were killed before they did the same must see it.
             self._write_manifest(self._manifest(()))
         else:
             (self.folder / MANIFEST).unlink(missing_ok=True)
@@ -244,7 +257,7 @@ class DiskStore(Store):
         self._rows, self._maps, self._surplus = {}, {}, set()
 
     def _put(
-        self, content: Content, notes: Mapping[str, Any], run: int, *, num_ends: int, commit: bool
+        self, content: Content, notes: Notes, run: int, *, num_ends: int, commit: bool
     ) -> None:
         self._settle()
         self.wait()
@@ -260,30 +273,30 @@ class DiskStore(Store):
         old_names = self._used() | self._surplus
         self._serial += 1
         self._age += 1
-        row = Row(
+        row = ManifestRow(
             content.snapshot,
             run,
             f"window-{self._serial:08d}{_SUFFIX}",
             f"kept-{self._serial:08d}{_SUFFIX}",
-            dict(notes),
+            notes,
         )
         leaving = self.snapshots[0] if len(self.snapshots) == self._k else None
         self.evicted = leaving if self.keep_evicted else None
         self.snapshots = [*self.snapshots, content.snapshot][-self._k :]
         rows = [*self._rows.values(), row][-(self._k + self._spare) :]
         for i, older in enumerate(rows[:-num_ends]):
-            rows[i] = replace(older, kept_file=None, notes={})
+            rows[i] = replace(older, kept_file=None, notes=None)
         manifest = self._manifest(rows) if commit else None
         if self.evicted is not None and self.evicted not in [r.snapshot for r in rows]:
-            rows.insert(0, replace(self._rows[self.evicted.index], kept_file=None, notes={}))
+            rows.insert(0, replace(self._rows[self.evicted.index], kept_file=None, notes=None))
         self._rows, self._surplus = {r.snapshot.index: r for r in rows}, set()
         gone = old_names - self._used()
         self._pending = self._writer.submit(self._write, row, manifest, gone, before)
 
     def _write(
-        self, row: Row, manifest: Manifest | None, gone: set[str], before: dict[str, Any]
+        self, row: ManifestRow, manifest: Manifest | None, gone: set[str], before: dict[str, Any]
     ) -> None:
-        """In the thread: files, then the manifest, then removals."""
+        """In the thread: write the files, then the manifest, then remove old files."""
         assert self._staged is not None
         try:
             labels = {"index": str(row.snapshot.index), "step": str(row.snapshot.step)}
@@ -311,7 +324,7 @@ class DiskStore(Store):
             with contextlib.suppress(OSError):
                 (self.folder / name).unlink()
 
-    def _manifest(self, rows: Sequence[Row]) -> Manifest:
+    def _manifest(self, rows: Sequence[ManifestRow]) -> Manifest:
         return Manifest(
             serial=self._serial,
             run=self._run,
@@ -325,7 +338,7 @@ class DiskStore(Store):
     def _used(self) -> set[str]:
         return {name for row in self._rows.values() for name in row.files}
 
-    def _mapped(self, name: str, layout: Layout) -> list[Tensor]:
+    def _mapped(self, name: str, layout: FlatLayout) -> list[Tensor]:
         if name not in self._maps:
             path, flats, begin = self.folder / name, [], 0
             header = self._verify(name, layout)
@@ -335,21 +348,24 @@ class DiskStore(Store):
             self._maps[name] = flats
         return self._maps[name]
 
-    def _verify(self, name: str, layout: Layout) -> Header:
+    def _verify(self, name: str, layout: FlatLayout) -> Header:
         path = self.folder / name
         if Path(name).name != name or not path.is_file():
             raise StoreError(
-                f"{path}: the snapshot folder's manifest names this file and it is not there. "
+                f"{path}: the manifest of the snapshot folder names this file, but it is missing. "
                 "Restore it, or remove the folder to begin a new window."
             )
         header = read_header(path)
         expected = {n: spec_of(n, dtype, shape) for n, dtype, shape in entries(layout)}
         if header.tensors != expected:
-            raise StoreError(f"{path}: holds other tensors than its manifest says.")
+            raise StoreError(
+                f"{path}: has other tensors than the manifest of the snapshot folder says. Restore "
+                "it, or remove the folder to begin a new window."
+            )
         return header
 
     def _settle(self) -> None:
-        """Find this process's place, and keep others out for as long as it lives."""
+        """Choose this rank's folder and lock it until the process ends."""
         if self._lock is not None:
             self._lock.check()
             return
@@ -360,7 +376,7 @@ class DiskStore(Store):
         self._lock = FolderLock(self.folder)
 
     def _sweep(self) -> None:
-        """Remove what a killed process left half-written, and files outside the window."""
+        """Remove files that a killed process left half-written, and files outside the window."""
         used = self._used() | self._surplus
         for path in self.folder.iterdir():
             ours = path.name.startswith(("window-", "kept-", MANIFEST))

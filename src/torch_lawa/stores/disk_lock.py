@@ -1,4 +1,4 @@
-"""One owner of a snapshot folder at a time: this process, until it ends or lets go."""
+"""A lock on a snapshot folder: one owner at a time."""
 
 import contextlib
 import os
@@ -11,10 +11,10 @@ __all__ = ["FolderLock"]
 
 
 class FolderLock:
-    """Held from its making; it goes with the process, however that ends.
+    """Held until it is garbage-collected or the process ends, for whatever reason.
 
-    Forked processes (workers of a `DataLoader`) have the lock's file open as well. They neither
-    own the folder nor keep the lock when its owner lets go.
+    Forked processes (workers of a `DataLoader`) inherit the open lock file. They neither own the
+    folder nor keep the lock when its owner releases it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -23,7 +23,10 @@ class FolderLock:
             folder.mkdir(parents=True, exist_ok=True)
             handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise StoreError(f"{folder}: cannot be used for snapshots ({error}).") from error
+            raise StoreError(
+                f"{folder}: cannot be used for snapshots ({error}). Choose a folder that this "
+                "process can write to."
+            ) from error
         closing = weakref.finalize(self, _release, handle, self._owner)
         with contextlib.suppress(ImportError):
             import fcntl
@@ -33,18 +36,18 @@ class FolderLock:
             except OSError:
                 closing()
                 raise StoreError(
-                    f"{folder}: another averager, here or in another process, is using this "
-                    "snapshot folder. Give each run a folder of its own; if its processes share "
-                    "one, initialise torch.distributed before the averager is made."
+                    f"{folder}: another averager, in this process or another one, is using this "
+                    "snapshot folder. Give each run a folder of its own. If several ranks share "
+                    "one, initialise torch.distributed before making the averager."
                 ) from None
 
     def check(self) -> None:
-        """Refuse to work in a process that was forked: the thread that writes is not there."""
+        """Raise in a forked process: the thread that writes does not exist there."""
         if os.getpid() != self._owner:
             raise StoreError(
-                f"{self._folder}: this process was forked from the one that owns the window (pid "
-                f"{self._owner}) and cannot change it: collect there, or give this process an "
-                "averager and a folder of its own."
+                f"{self._folder}: this process was forked from the owner of the window (pid "
+                f"{self._owner}) and cannot change it. Collect there, or make an averager with a "
+                "folder of its own in this process."
             )
 
 
@@ -53,6 +56,6 @@ def _release(handle: int, owner: int) -> None:
         with contextlib.suppress(ImportError, OSError):
             import fcntl
 
-            # For all who have it open: closing it here would leave it to forked processes.
+            # For every process that has the file open: closing it would leave the lock to forks.
             fcntl.flock(handle, fcntl.LOCK_UN)
     os.close(handle)

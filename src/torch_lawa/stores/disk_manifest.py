@@ -1,4 +1,4 @@
-"""What `manifest.json` says: the snapshots of a window on disk, their files and their layout."""
+"""`manifest.json`: the snapshots of a window on disk, their files and their layout."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,16 +9,17 @@ from typing import Any
 import torch
 
 from torch_lawa.errors import StoreError
-from torch_lawa.stores.base import Layout, Snapshot
+from torch_lawa.stores.base import FlatLayout, Notes, Snapshot
 
-__all__ = ["MANIFEST", "Manifest", "Mark", "Row", "entries"]
+__all__ = ["MANIFEST", "Manifest", "ManifestRow", "Mark", "entries"]
 
 MANIFEST = "manifest.json"
+_FORMAT = 2
 
 
 @dataclass(frozen=True, order=True)
 class Mark:
-    """What makes a snapshot the same one on every rank. `run` sets apart those taken again."""
+    """Identifies a snapshot across ranks. `run` distinguishes snapshots that were taken again."""
 
     run: int
     index: int
@@ -26,23 +27,23 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A snapshot on disk; the window can end with it where its kept tensors are there, too."""
+class ManifestRow:
+    """A snapshot on disk. It can be the newest of a window if its kept tensors are on disk, too."""
 
     snapshot: Snapshot
     run: int
     file: str
     kept_file: str | None = None
-    notes: Mapping[str, Any] = field(default_factory=dict)
+    notes: Notes | None = None  # of the rows that can be the newest
 
     @property
     def mark(self) -> Mark:
-        """Its name among ranks."""
+        """Its identity across ranks."""
         return Mark(self.run, self.snapshot.index, self.snapshot.step)
 
     @property
     def files(self) -> list[str]:
-        """What it needs on disk."""
+        """Its files."""
         return [self.file, *([self.kept_file] if self.kept_file is not None else [])]
 
 
@@ -50,47 +51,43 @@ class Row:
 class Manifest:
     """One state of a folder. Rows are oldest first.
 
-    `run` grows with every take-over, load and reset, `began` is what it was when the window was
-    begun or loaded, and `age` counts the snapshots since.
+    `run` increases with every take-over, load and reset; `began` is its value when the window was
+    begun or loaded, and `age` counts the snapshots since then.
     """
 
     serial: int = 0
     run: int = 0
     began: int = 0
     age: int = 0
-    rows: tuple[Row, ...] = ()
-    averaged: Layout = field(default_factory=lambda: Layout(()))
-    kept: Layout = field(default_factory=lambda: Layout(()))
+    rows: tuple[ManifestRow, ...] = ()
+    averaged: FlatLayout = field(default_factory=lambda: FlatLayout(()))
+    kept: FlatLayout = field(default_factory=lambda: FlatLayout(()))
 
     def text(self) -> str:
-        """As it is written."""
-        rows = [
+        """The manifest as JSON."""
+        rows: list[dict[str, Any]] = [
             {
                 "index": row.snapshot.index,
                 "step": row.snapshot.step,
                 "run": row.run,
                 "file": row.file,
                 "kept_file": row.kept_file,
-                "notes": dict(row.notes),
+                "notes": row.notes or {},
             }
             for row in self.rows
         ]
         head = {"serial": self.serial, "run": self.run, "began": self.began, "age": self.age}
         layouts = {"averaged": _described(self.averaged), "kept": _described(self.kept)}
-        return json.dumps({"format": 2, **head, "snapshots": rows, **layouts}, indent=1)
+        return json.dumps({"format": _FORMAT, **head, "snapshots": rows, **layouts}, indent=1)
 
     @staticmethod
     def read(folder: Path) -> "Manifest":
-        """That of a folder; an empty one where there is none."""
+        """The manifest of a folder; an empty one if there is none."""
         path = folder / MANIFEST
         try:
             found = json.loads(path.read_text())
-            if found["format"] == 1:
-                # One process, before its ranks were kept apart: only the newest row can be last.
-                newest = {"kept_file": found["kept_file"], "notes": found["notes"]}
-                found |= {"run": 0, "began": 0, "age": len(found["snapshots"])}
-                rows = [{"run": 0, "kept_file": None, "notes": {}, **r} for r in found["snapshots"]]
-                found["snapshots"] = [*rows[:-1], *({**row, **newest} for row in rows[-1:])]
+            if found["format"] != _FORMAT:
+                raise ValueError(f"format {found['format']!r}, expected {_FORMAT}")
             return Manifest(
                 serial=int(found["serial"]),
                 run=int(found["run"]),
@@ -104,28 +101,40 @@ class Manifest:
             return Manifest()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StoreError(
-                f"{path}: the manifest of the snapshot folder is damaged ({error!r}). Remove the "
-                "folder to begin a new window, or restore the file."
+                f"{path}: the manifest of the snapshot folder is damaged ({error!r}). Restore the "
+                "file, or remove the folder to begin a new window."
             ) from None
 
 
-def entries(layout: Layout) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+def entries(layout: FlatLayout) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
     """Name, dtype and shape of each tensor as stored, in the order of the file."""
     return [(e.name, g.stored, tuple(e.shape)) for g in layout.groups for e in g.entries]
 
 
-def _row(row: Mapping[str, Any]) -> Row:
+def _row(row: Mapping[str, Any]) -> ManifestRow:
     kept = row["kept_file"]
-    return Row(
+    return ManifestRow(
         Snapshot(int(row["index"]), int(row["step"])),
         int(row["run"]),
         str(row["file"]),
         None if kept is None else str(kept),
-        dict(row["notes"]),
+        _notes(row["notes"]) if row["notes"] else None,
     )
 
 
-def _described(layout: Layout) -> list[list[Any]]:
+def _notes(found: Mapping[str, Any]) -> Notes:
+    return {
+        "num_steps": int(found["num_steps"]),
+        "num_collected": int(found["num_collected"]),
+        "schedule_kind": str(found["schedule_kind"]),
+        "schedule": dict(found["schedule"]),
+        "ties": dict(found["ties"]),
+        "excluded": list(found.get("excluded", ())),
+        "shards": str(found["shards"]),
+    }
+
+
+def _described(layout: FlatLayout) -> list[list[Any]]:
     return [
         [e.name, *(str(d).removeprefix("torch.") for d in (g.dtype, g.stored)), list(e.shape)]
         for g in layout.groups
@@ -133,8 +142,8 @@ def _described(layout: Layout) -> list[list[Any]]:
     ]
 
 
-def _layout(rows: Sequence[Any]) -> Layout:
-    """The layout again from its description, without touching any values."""
+def _layout(rows: Sequence[Any]) -> FlatLayout:
+    """The layout from its description, without reading any values."""
     tensors = {}
     dtypes = {}
     narrow = None
@@ -143,4 +152,4 @@ def _layout(rows: Sequence[Any]) -> Layout:
         if stored != dtype:
             narrow = getattr(torch, stored)
         tensors[name] = torch.zeros((), dtype=dtypes[name], device="cpu").expand(shape)
-    return Layout.of(tensors, storage_dtype=narrow, packed=True)
+    return FlatLayout.of(tensors, storage_dtype=narrow, packed=True)

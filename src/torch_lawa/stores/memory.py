@@ -1,4 +1,4 @@
-"""Snapshots in memory: where the weights are (`DeviceStore`) or in host memory (`HostStore`).
+"""Snapshots in memory: on the weights' device (`DeviceStore`) or on the host (`HostStore`).
 
 Buffers are allocated once and reused, so that a snapshot is a copy and nothing else.
 """
@@ -6,56 +6,76 @@ Buffers are allocated once and reused, so that a snapshot is a copy and nothing 
 import contextlib
 import warnings
 import weakref
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from torch_lawa.stores.base import Buffer, Content, Layout, Snapshot, Store
+from torch_lawa.stores.base import Buffer, Content, FlatLayout, Notes, Snapshot, Store
 
 __all__ = ["DeviceStore", "HostStore", "Stage", "idle_memory"]
 
 _CPU = torch.device("cpu")
 
 
-class DeviceStore(Store):
-    """The window on the same device as the weights: the fastest, and k copies of them."""
+class _Copier(Protocol):
+    """Copies live tensors into flat buffers of one layout."""
 
-    on_host = False
+    def allocate(self) -> list[Buffer]:
+        """Buffers for one snapshot."""
+        ...
+
+    def copy(self, buffers: list[Buffer], tensors: Mapping[str, Tensor]) -> None:
+        """Enqueue the copy of `tensors` into `buffers`."""
+        ...
+
+    def wait(self) -> None:
+        """Return when the last copy has finished."""
+        ...
+
+
+_C = TypeVar("_C", bound=_Copier)
+
+
+class _MemoryStore(Store, Generic[_C]):
+    """A ring of buffers; where they are and how they are filled is up to the copiers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._written: dict[torch.device, torch.cuda.Event] = {}
-        self.open(Layout(()), Layout(()), 1)
-
-    def open(self, averaged: Layout, kept: Layout, k: int) -> None:
-        """Forget what was there; buffers are made as snapshots come."""
-        self._averaged, self._kept, self._k = averaged, kept, k
+        self._k = 1
+        self._averaged, self._kept = self._copier(FlatLayout(())), self._copier(FlatLayout(()))
         self.clear()
 
-    def retarget(self, averaged: Layout, kept: Layout) -> None:
-        """Only a store on the host can take snapshots from elsewhere."""
-        raise AssertionError("a device store is refilled, not retargeted")
+    @staticmethod
+    @abstractmethod
+    def _copier(layout: FlatLayout) -> _C:
+        """What copies tensors of `layout`."""
+
+    def open(self, averaged: FlatLayout, kept: FlatLayout, k: int) -> None:
+        """Drop every snapshot; buffers are allocated when snapshots are put."""
+        self.wait()
+        self._k = k
+        self._averaged, self._kept = self._copier(averaged), self._copier(kept)
+        self.clear()
 
     def clear(self) -> None:
-        """Drop every snapshot and its memory."""
+        """Drop every snapshot and free its memory."""
         self.snapshots, self.evicted = [], None
-        self._newest: list[Buffer] | None = None
-        self._buffers: dict[int, list[Buffer]] = {}
+        self._newest: list[Buffer] | None = None  # the kept tensors
+        self._buffers: dict[int, list[Buffer]] = {}  # by snapshot index
         self._free: list[list[Buffer]] = []
 
-    def put(self, content: Content, notes: Mapping[str, Any]) -> None:
-        """Copy into a buffer that is free, or into a new one while the window grows."""
-        self._release()
-        buffers = self._free.pop() if self._free else self._allocate(self._averaged)
+    def put(self, content: Content, notes: Notes) -> None:
+        """Copy into a free buffer, or into a new one while the window grows."""
+        self._make_room()
+        buffers = self._free.pop() if self._free else self._averaged.allocate()
         if self._newest is None:
-            self._newest = self._allocate(self._kept)
-        for device, event in self._written.items():  # the last snapshot's, maybe another stream's
-            torch.cuda.current_stream(device).wait_event(event)
-        self._copy(self._averaged, buffers, content.averaged)
-        self._copy(self._kept, self._newest, content.kept)
+            self._newest = self._kept.allocate()
+        self._averaged.copy(buffers, content.averaged)
+        self._kept.copy(self._newest, content.kept)
         self._buffers[content.snapshot.index] = buffers
         self.snapshots.append(content.snapshot)
 
@@ -71,16 +91,12 @@ class DeviceStore(Store):
         return [buffer.flat for buffer in self._newest]
 
     def wait(self) -> None:
-        """Return when the last snapshot is there: it may be read on another stream."""
-        for event in self._written.values():
-            event.synchronize()
+        """Return when the last snapshot has been copied: another stream may read it."""
+        self._averaged.wait()
+        self._kept.wait()
 
-    def describe(self) -> str:
-        """Where they are."""
-        return "device memory"
-
-    def _release(self) -> None:
-        """Make room for one more: the oldest leaves, or is set aside as `evicted`."""
+    def _make_room(self) -> None:
+        """For one more snapshot: the oldest leaves a full window, or is kept as `evicted`."""
         if self.evicted is not None:
             self._free.append(self._buffers.pop(self.evicted.index))
             self.evicted = None
@@ -91,10 +107,61 @@ class DeviceStore(Store):
             else:
                 self._free.append(self._buffers.pop(oldest.index))
 
-    def _allocate(self, layout: Layout) -> list[Buffer]:
-        return [Buffer(group) for group in layout.groups]
 
-    def _copy(self, layout: Layout, buffers: list[Buffer], tensors: Mapping[str, Tensor]) -> None:
+class DeviceStore(_MemoryStore["_DeviceCopier"]):
+    """The window on the device of the weights: the fastest store; it takes k copies of them."""
+
+    on_host = False
+
+    @staticmethod
+    def _copier(layout: FlatLayout) -> "_DeviceCopier":
+        return _DeviceCopier(layout)
+
+    def describe(self) -> str:
+        """Device memory."""
+        return "device memory"
+
+
+class HostStore(_MemoryStore["Stage"]):
+    """The window in host memory, filled asynchronously from a GPU: see `Stage`."""
+
+    @staticmethod
+    def _copier(layout: FlatLayout) -> "Stage":
+        return Stage(layout)
+
+    def retarget(self, averaged: FlatLayout, kept: FlatLayout) -> bool:
+        """Copy later snapshots from the devices of these layouts."""
+        self.wait()
+        self._averaged, self._kept = Stage(averaged), Stage(kept)
+        # A window that was loaded before any model was seen is in pageable memory.
+        for buffers in (*self._buffers.values(), *self._free):
+            self._averaged.pin(buffers)
+        if self._newest is not None:
+            self._kept.pin(self._newest)
+        return True
+
+    def idle_memory(self) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """The staging buffers."""
+        return idle_memory((self._averaged, self._kept))
+
+    def describe(self) -> str:
+        """Host memory."""
+        return "host memory"
+
+
+class _DeviceCopier:
+    """Copies tensors into buffers on their own device, on the caller's stream."""
+
+    def __init__(self, layout: FlatLayout) -> None:
+        self._groups = layout.groups
+        self._written: dict[torch.device, torch.cuda.Event] = {}
+
+    def allocate(self) -> list[Buffer]:
+        return [Buffer(group) for group in self._groups]
+
+    def copy(self, buffers: list[Buffer], tensors: Mapping[str, Tensor]) -> None:
+        for device, event in self._written.items():  # the last copy may be on another stream
+            torch.cuda.current_stream(device).wait_event(event)
         for buffer in buffers:
             buffer.fill(tensors)
             if buffer.flat.is_cuda:
@@ -103,87 +170,39 @@ class DeviceStore(Store):
                     buffer.flat.record_stream(stream)
                 self._written[buffer.flat.device] = stream.record_event()
 
-
-class HostStore(DeviceStore):
-    """The window in host memory. From a GPU it is filled behind the caller's back.
-
-    The caller's stream makes one device-to-device copy into a staging buffer and goes on; a
-    stream of our own carries the staging buffer to page-locked memory. The next snapshot waits,
-    on the GPU, until that is done.
-    """
-
-    on_host = True
-    _stages: Mapping[int, "Stage"] = {}
-
-    def open(self, averaged: Layout, kept: Layout, k: int) -> None:
-        """Forget what was there, and stage the tensors that are on a GPU."""
-        super().open(averaged, kept, k)
-        self.retarget(averaged, kept)
-
-    def retarget(self, averaged: Layout, kept: Layout) -> None:
-        """Take coming snapshots from the devices of these layouts."""
-        self.wait()
-        self._averaged, self._kept = averaged, kept
-        self._stages = {id(layout): Stage(layout) for layout in (averaged, kept)}
-        # What was loaded before any model was seen is ordinary memory, and will be written to.
-        for buffers in (*self._buffers.values(), *self._free):
-            self._stages[id(averaged)].lock(buffers)
-        if self._newest is not None:
-            self._stages[id(kept)].lock(self._newest)
-
     def wait(self) -> None:
-        """Return when the last snapshot has reached host memory."""
-        for stage in self._stages.values():
-            stage.wait()
-
-    def idle_memory(self) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """The staging buffers."""
-        return idle_memory(self._stages.values())
-
-    def describe(self) -> str:
-        """Where they are."""
-        return "host memory"
-
-    def _allocate(self, layout: Layout) -> list[Buffer]:
-        return self._stages[id(layout)].allocate()
-
-    def _copy(self, layout: Layout, buffers: list[Buffer], tensors: Mapping[str, Tensor]) -> None:
-        self._stages[id(layout)].copy(buffers, tensors)
-
-
-@contextlib.contextmanager
-def idle_memory(stages: Iterable["Stage"]) -> Iterator[dict[str, Tensor]]:
-    """What the staging buffers of several stages have room for."""
-    with contextlib.ExitStack() as stack:
-        room: dict[str, Tensor] = {}
-        for stage in stages:
-            room.update(stack.enter_context(stage.idle()))
-        yield room
+        for event in self._written.values():
+            event.synchronize()
 
 
 class Stage:
-    """Carries live tensors to flat buffers in host memory, without holding the caller."""
+    """Copies live tensors to flat buffers in host memory without blocking the caller.
 
-    def __init__(self, layout: Layout) -> None:
+    On a GPU, the caller's stream makes one device-to-device copy into a staging buffer and goes
+    on; a stream of the stage copies the staging buffer to pinned memory. The next snapshot waits,
+    on the GPU, until that is done.
+    """
+
+    def __init__(self, layout: FlatLayout) -> None:
         self._groups = layout.groups
-        self._staging: dict[int, Buffer] = {}
+        self._staging: dict[int, Buffer] = {}  # by index of the group
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._arrived: dict[torch.device, torch.cuda.Event] = {}
 
     def allocate(self) -> list[Buffer]:
-        """Host buffers, page-locked where a GPU will write to them."""
+        """Host buffers, pinned if a GPU will write to them."""
         buffers = [Buffer(group, _CPU) for group in self._groups]
-        self.lock(buffers)
+        self.pin(buffers)
         return buffers
 
-    def lock(self, buffers: list[Buffer]) -> None:
-        """Page-lock the buffers that a GPU will write to, where they are not yet."""
+    def pin(self, buffers: list[Buffer]) -> None:
+        """Pin the buffers that a GPU will write to, unless they are pinned already."""
         for group, buffer in zip(self._groups, buffers, strict=True):
             if group.device.type == "cuda" and not buffer.flat.is_pinned():
-                _page_lock(buffer.flat, group.device)
+                _pin(buffer.flat, group.device)
 
     def copy(self, buffers: list[Buffer], tensors: Mapping[str, Tensor]) -> None:
-        """Order the copy of `tensors` into `buffers`."""
+        """Enqueue the copy of `tensors` into `buffers`."""
         staged: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         for i, (group, buffer) in enumerate(zip(self._groups, buffers, strict=True)):
             device = group.device
@@ -208,9 +227,9 @@ class Stage:
 
     @contextlib.contextmanager
     def idle(self) -> Iterator[dict[str, Tensor]]:
-        """The staging memory, by tensor; a snapshot that is taken meanwhile gets other memory.
+        """The staging memory, by tensor; a snapshot taken inside the block allocates its own.
 
-        Staging buffers narrower than their tensors would not do: their memory is given up.
+        Staging buffers in a narrower dtype than their tensors are of no use here and are freed.
         """
         self.wait()
         fitting = {i for i, group in enumerate(self._groups) if group.stored == group.dtype}
@@ -224,7 +243,7 @@ class Stage:
             }
         finally:
             for i, buffer in staging.items():
-                # The next snapshot may come on another stream than the one that reads here.
+                # The next snapshot may be taken on another stream than the one that reads here.
                 device = self._groups[i].device
                 stream = self._stream(device)
                 stream.wait_stream(torch.cuda.current_stream(device))
@@ -233,19 +252,29 @@ class Stage:
             if not self._staging:
                 self._staging = staging
 
+    def wait(self) -> None:
+        """Return when the last copy has arrived in host memory."""
+        for event in self._arrived.values():
+            event.synchronize()
+
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._streams[device]
 
-    def wait(self) -> None:
-        """Return when the last copy has arrived."""
-        for event in self._arrived.values():
-            event.synchronize()
+
+@contextlib.contextmanager
+def idle_memory(stages: Iterable[Stage]) -> Iterator[dict[str, Tensor]]:
+    """The staging memory of several stages."""
+    with contextlib.ExitStack() as stack:
+        memory: dict[str, Tensor] = {}
+        for stage in stages:
+            memory.update(stack.enter_context(stage.idle()))
+        yield memory
 
 
-def _page_lock(flat: Tensor, device: torch.device) -> None:
-    """Lock ordinary memory for the copy engine of `device`.
+def _pin(flat: Tensor, device: torch.device) -> None:
+    """Register pageable memory for fast copies from `device`.
 
     PyTorch's own pinned allocator rounds every buffer up to a power of two; registering memory of
     the right size does not waste up to half of it.
@@ -254,26 +283,26 @@ def _page_lock(flat: Tensor, device: torch.device) -> None:
         return
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = flat.data_ptr()
-    with torch.cuda.device(device):  # else on device 0, where this process may have no business
+    with torch.cuda.device(device):  # the default, device 0, may not be for this process
         code = int(runtime.cudaHostRegister(address, flat.numel() * flat.element_size(), 0))
     if code != 0:
-        _drop_last_error(device)
+        _clear_last_error(device)
         warnings.warn(
-            f"host memory for a snapshot could not be page-locked (CUDA error {code}; is locked "
-            "memory limited?): collect will hold the caller until the copy is done.",
+            f"host memory for a snapshot could not be pinned (CUDA error {code}; check `ulimit -l`)"
+            ": collect will block until each copy to the host is done.",
             stacklevel=2,
         )
         return
 
-    def unlock() -> None:
-        torch.cuda.synchronize(device)  # a copy into this memory may still be under way
+    def unpin() -> None:
+        torch.cuda.synchronize(device)  # a copy into this memory may still be running
         with torch.cuda.device(device):
             runtime.cudaHostUnregister(address)
 
-    weakref.finalize(flat, unlock).atexit = False
+    weakref.finalize(flat, unpin).atexit = False
 
 
-def _drop_last_error(device: torch.device) -> None:
-    """The CUDA runtime remembers a failed call, and the next kernel would be blamed for it."""
+def _clear_last_error(device: torch.device) -> None:
+    """The CUDA runtime keeps the error of a failed call and would report it for the next kernel."""
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device=device)

@@ -2,13 +2,14 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.models import assert_same_state, shake, small_net
 from torch import nn
 
-from torch_lawa import Every, Explicit, Exponential, LatestWeightAverager, OnPlateau
+from torch_lawa import DiskStore, Every, Explicit, Exponential, LatestWeightAverager, OnPlateau
 from torch_lawa.errors import ConfigError, LayoutError, NotReadyError
 
 
@@ -38,6 +39,14 @@ def test_the_papers_pseudocode_gives_the_same_weights() -> None:
                 p.data.copy_(torch.stack(values).double().mean(0))
             del ckpts[0]
             assert_same_state(averager.average(), dict(lawa_model.state_dict()))
+
+
+def test_two_averagers_do_not_share_the_counters_of_one_schedule() -> None:
+    every_other, model = Every(2), nn.Linear(1, 1)
+    first, second = (LatestWeightAverager(k=2, schedule=every_other) for _ in range(2))
+    collected = [(first.step(model), second.step(model)) for _ in range(4)]
+    assert collected == [(False, False), (True, True), (False, False), (True, True)]
+    assert every_other.num_calls == 0
 
 
 def test_average_loads_into_the_model() -> None:
@@ -100,6 +109,106 @@ def test_a_tied_average_fills_an_untied_model() -> None:
         assert torch.equal(untied.head.weight, model.head.weight)
         assert torch.equal(untied.embedding.weight, model.head.weight)
     assert not untied.head.weight.any()
+
+
+class Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.middle = nn.Linear(3, 3)
+        self.lora_a = nn.Linear(3, 2, bias=False)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def collected_by_name(
+    model: nn.Module, num: int = 3, **options: Any
+) -> tuple[LatestWeightAverager, list[dict[str, torch.Tensor]]]:
+    averager, states = LatestWeightAverager(k=2, **options), []
+    for _ in range(num):
+        states.append(shake(model))
+        averager.collect(model)
+    return averager, states
+
+
+@pytest.mark.parametrize("store", ["host", "device", "disk"])
+def test_excluded_tensors_stay_raw_and_are_stored_once(store: Any, tmp_path: Path) -> None:
+    model = Language()
+    if store == "disk":
+        store = DiskStore(tmp_path)
+    averager, states = collected_by_name(model, exclude=["embed*", "*.bias"], store=store)
+    average, newest = averager.average(), states[-1]
+    for name in ("embed.weight", "head.weight", "middle.bias"):
+        assert torch.equal(average[name], newest[name])
+    assert average["head.weight"] is average["embed.weight"]
+    for name in ("middle.weight", "lora_a.weight"):
+        assert torch.equal(average[name], mean_of(states[-2:], name))
+    assert "15 values each" in repr(averager)  # the excluded are not stored k times
+    live = shake(model)
+    with averager.swapped_into(model):  # the whole average, as average() gives it
+        assert_same_state(dict(model.state_dict()), average)
+    assert_same_state(dict(model.state_dict()), live)
+
+
+def test_only_included_tensors_are_averaged_and_a_string_is_one_pattern() -> None:
+    model = Language()
+    averager, states = collected_by_name(model, include="*lora_*")
+    average = averager.average()
+    assert torch.equal(average["lora_a.weight"], mean_of(states[-2:], "lora_a.weight"))
+    assert torch.equal(average["middle.weight"], states[-1]["middle.weight"])
+    both, states = collected_by_name(model, include=["middle.*"], exclude=["*.bias"])
+    assert torch.equal(both.average()["middle.weight"], mean_of(states[-2:], "middle.weight"))
+    assert torch.equal(both.average()["middle.bias"], states[-1]["middle.bias"])
+
+
+def test_a_tied_tensor_is_selected_by_any_of_its_names() -> None:
+    model = Language()
+    excluded, states = collected_by_name(model, exclude="head.weight")
+    assert torch.equal(excluded.average()["embed.weight"], states[-1]["embed.weight"])
+    included, states = collected_by_name(model, include="head.weight")
+    assert torch.equal(included.average()["embed.weight"], mean_of(states[-2:], "embed.weight"))
+
+
+def test_excluded_buffers_and_frozen_parameters_keep_their_rule() -> None:
+    model = small_net()
+    averager, states = collected_by_name(model, buffers="average", exclude="*running_mean")
+    assert torch.equal(averager.average()["1.running_mean"], states[-1]["1.running_mean"])
+    assert torch.equal(averager.average()["1.running_var"], mean_of(states[-2:], "1.running_var"))
+    model[4].requires_grad_(False)
+    omitting, _ = collected_by_name(model, frozen="omit", exclude="4.*")
+    assert not any(name.startswith("4.") for name in omitting.average())
+    model[4].requires_grad_(True)  # trained from now on, and still excluded
+    keeping, _ = collected_by_name(model, exclude="4.*")
+    model[4].requires_grad_(False)
+    keeping.collect(model)
+    model[4].requires_grad_(True)
+    newest = shake(model)
+    keeping.collect(model)
+    assert torch.equal(keeping.average()["4.weight"], newest["4.weight"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exclude": "*embedding*"}, r"exclude='\*embedding\*'.*'embed.weight'"),
+        ({"include": ["middle.*", "lora.A"]}, r"include='lora.A'.*'lora_a.weight'"),
+        ({"exclude": "*"}, "nothing to average.*exclude"),
+        ({"include": [3]}, "include="),
+        ({"exclude": ""}, "exclude="),
+    ],
+)
+def test_patterns_that_select_nothing_are_errors(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, LayoutError), match=message):
+        LatestWeightAverager(k=2, **options).collect(Language())
+
+
+def test_a_copy_excludes_the_same_tensors() -> None:
+    model = Language()
+    averager, _ = collected_by_name(model, exclude="embed*")
+    again = copy.deepcopy(averager)
+    newest = shake(model)
+    again.collect(model)
+    assert torch.equal(again.average()["embed.weight"], newest["embed.weight"])
 
 
 def test_frozen_parameters_are_kept_once_or_omitted() -> None:
@@ -216,9 +325,9 @@ def test_prefixes_of_state_dicts() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.update(w=torch.ones(3)), r"'w' has shape \(3,\) and had \(2,\)"),
-        (lambda s: s.update(w=torch.ones(2).double()), r"'w' is torch.float64 and was"),
-        (lambda s: s.pop("w"), r"'w' was collected before and is gone"),
+        (lambda s: s.update(w=torch.ones(3)), r"'w' has shape \(3,\).*\(2,\)"),
+        (lambda s: s.update(w=torch.ones(2).double()), r"'w' is torch.float64.*torch.float32"),
+        (lambda s: s.pop("w"), r"'w'.*no longer has it"),
         (lambda s: s.update(x=torch.ones(2)), r"'x' is new"),
         (lambda s: s.update(w=[1.0, 2.0]), r"'w' is a list, not a tensor"),
         (lambda s: s.update(w=torch.ones(2, device="meta")), r"'w' is on the meta device"),
@@ -274,7 +383,7 @@ def test_a_module_that_changed_is_refused_every_time() -> None:
     averager.collect(model)
     model.weight.data = model.weight.data.view(2, 3)  # the same memory in another shape
     for _ in range(2):
-        with pytest.raises(LayoutError, match=r"'weight' has shape \(2, 3\) and had \(3, 2\)"):
+        with pytest.raises(LayoutError, match=r"'weight' has shape \(2, 3\).*\(3, 2\)"):
             averager.collect(model)
     model.weight.data = model.weight.data.view(3, 2)
     averager.collect(model)
@@ -287,7 +396,7 @@ def test_another_module_on_the_same_memory_is_another_module() -> None:
     second.b = nn.Parameter(first.a.data)
     averager = LatestWeightAverager(k=2)
     averager.collect(first)
-    with pytest.raises(LayoutError, match="'a' was collected before and is gone"):
+    with pytest.raises(LayoutError, match=r"'a'.*no longer has it"):
         averager.collect(second)
 
 
@@ -322,7 +431,7 @@ def test_waiting_and_not_waiting_for_a_full_window() -> None:
     patient, eager = LatestWeightAverager(k=3), LatestWeightAverager(k=3, min_snapshots=1)
     for averager in (patient, eager):
         assert not averager.ready
-        with pytest.raises(NotReadyError, match="0 of 3 snapshots were collected; call"):
+        with pytest.raises(NotReadyError, match=r"0 of 3 snapshots.*collect"):
             averager.average()
         averager.collect({"w": torch.tensor([1.0])})
         averager.collect({"w": torch.tensor([2.0])})
@@ -330,9 +439,9 @@ def test_waiting_and_not_waiting_for_a_full_window() -> None:
     with pytest.raises(NotReadyError, match="2 of 3 snapshots"):
         patient.average()
     assert patient.average(k=2)["w"].item() == 1.5
-    with pytest.raises(NotReadyError, match="the mean of 3 was asked for"):
+    with pytest.raises(NotReadyError, match=r"mean of 3.*only 2"):
         patient.average(k=3)
-    with pytest.raises(ConfigError, match="ask for 1 to 3"):
+    with pytest.raises(ConfigError, match=r"k=.* from 1 to 3"):
         patient.average(k=4)
     assert eager.ready
     assert eager.average()["w"].item() == 1.5
@@ -416,7 +525,7 @@ def test_reset_begins_a_new_window() -> None:
         ({"_sliding": 1}, "_sliding=1"),
         ({"storage_dtype": torch.int8}, "storage_dtype=torch.int8"),
         ({"k": 4, "coefficients": Explicit([1, 2])}, "Explicit has 2 weights"),
-        ({"k": 6, "schedule": Every(100, total=500)}, "gives 5 snapshots .* never be ready"),
+        ({"k": 6, "schedule": Every(100, total=500)}, "5 snapshots .* needs 6"),
     ],
 )
 def test_bad_configuration_fails_at_construction(options: dict[str, object], message: str) -> None:
@@ -449,9 +558,9 @@ def test_a_mean_is_of_floating_point_numbers(dtype: torch.dtype) -> None:
     """Whole numbers would be cut off; complex ones left half the memory as it was found."""
     averager = LatestWeightAverager(k=1)
     averager.collect({"w": torch.full((4,), 1.5)})
-    with pytest.raises(ConfigError, match=r"dtype=.*: weights are floating-point numbers"):
+    with pytest.raises(ConfigError, match=r"dtype=.*floating-point"):
         averager.average(dtype=dtype)
-    with pytest.raises(ConfigError, match="coefficients='uniform': give one of these"):
+    with pytest.raises(ConfigError, match="coefficients='uniform'"):
         averager.average(coefficients="uniform")  # type: ignore[arg-type]
 
 
@@ -464,5 +573,5 @@ def test_a_model_converted_into_memory_it_had_before_is_noticed() -> None:
     same = memory.view(torch.bfloat16)[:, :64]  # as the allocator may give it again
     model.weight.data = same.copy_(model.weight.data)
     assert model.weight.data_ptr() == memory.data_ptr()
-    with pytest.raises(LayoutError, match=r"is torch.bfloat16 and was torch.float32"):
+    with pytest.raises(LayoutError, match=r"is torch.bfloat16.*torch.float32"):
         averager.collect(model)

@@ -1,9 +1,20 @@
-"""Coefficients by hand."""
+"""Coefficients: weights computed by hand, their names, and the registry of rules."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from torch_lawa import Explicit, Exponential, Uniform
+from torch_lawa import Annealing, Explicit, Exponential, Uniform
+from torch_lawa.coefficients import (
+    Coefficients,
+    coefficient_rule,
+    name_coefficients,
+    parse_coefficients,
+)
 from torch_lawa.errors import ConfigError
 
 
@@ -32,16 +43,102 @@ def test_torch_calls_one_minus_alpha_the_decay() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Exponential(0.0), r"must lie in \(0, 1\].*alpha = 1 - decay"),
+        (lambda: Exponential(0.0), r"alpha=0.0.*1 - decay"),
         (lambda: Exponential(1.5), "alpha=1.5"),
         (lambda: Exponential(float("nan")), "alpha=nan"),
-        (lambda: Explicit([]), "one weight a snapshot"),
+        (lambda: Explicit([]), "one weight per snapshot"),
         (lambda: Explicit([1, float("inf")]), "finite"),
         (lambda: Explicit([1, 0]), "the last weight"),
-        (lambda: Explicit([1, 2]).weights(3), "2 weights and the window 3"),
+        (lambda: Explicit([1, 2]).weights(3), "2 weights.* 3 snapshots"),
         (lambda: Explicit([1, -1]).weights(2), "sum to 0"),
     ],
 )
 def test_impossible_coefficients(make, message) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize("rule", [Uniform(), Exponential(0.25), Explicit([1, 2.5]), Annealing()])
+def test_a_name_parses_back_to_its_rule(rule: Coefficients) -> None:
+    assert parse_coefficients(name_coefficients(rule)) == rule
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mean", r"'mean'.*exponential:ALPHA.*explicit:W"),
+        ("uniform:2", "'2' is not a valid argument; use uniform"),
+        ("exponential:high", r"'high' is not a valid argument; use exponential:ALPHA"),
+        ("explicit", "explicit:W"),
+        ("annealing:sqrt", "1-sqrt"),
+    ],
+)
+def test_text_that_names_no_rule(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_coefficients(text)
+
+
+# Everything that adds a rule; run in another interpreter, so that it is not registered here.
+NEW_RULE = """
+from dataclasses import dataclass
+from torch_lawa.coefficients import Weights, coefficient_rule
+
+@coefficient_rule("latest:COUNT", "the COUNT newest snapshots only")
+@dataclass(frozen=True)
+class Latest:
+    count: int = 1
+
+    @classmethod
+    def parse(cls, argument):
+        return cls(int(argument or 1))
+
+    @property
+    def argument(self):
+        return str(self.count)
+
+    def weights(self, n):
+        used = min(self.count, n)
+        return Weights((0.0,) * (n - used) + (1.0,) * used, float(used))
+"""
+
+
+def with_new_rule(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", NEW_RULE + code], capture_output=True, text=True, check=False
+    )
+
+
+def test_a_new_rule_works_everywhere_from_its_one_entry(tmp_path: Path) -> None:
+    """In the averager, on the command line, in `--help`, in errors and in what a result says."""
+    run = tmp_path / "run"
+    run.mkdir()
+    for step in range(1, 5):
+        save_file({"w": torch.full((2,), float(step))}, run / f"step-{step}.safetensors")
+
+    online = with_new_rule(
+        "import torch\n"
+        "from torch_lawa import LatestWeightAverager\n"
+        "averager = LatestWeightAverager(k=4, coefficients=Latest(2))\n"
+        "for value in (1.0, 2.0, 3.0, 4.0):\n"
+        "    averager.collect({'w': torch.full((2,), value)})\n"
+        "print(averager.average()['w'].tolist())\n"
+    )
+    assert online.stdout.strip() == "[3.5, 3.5]", online.stderr
+
+    def lawa(*words: str) -> subprocess.CompletedProcess[str]:
+        return with_new_rule(f"from torch_lawa.cli.main import main\nmain({list(words)!r})\n")
+
+    out = tmp_path / "out.safetensors"
+    done = lawa("average", str(run), "--last", "4", "--coefficients", "latest:2", "-o", str(out))
+    assert done.returncode == 0, done.stderr
+    assert load_file(out)["w"].tolist() == [3.5, 3.5]
+    assert "latest:2" in lawa("inspect", str(out)).stdout
+    assert "latest:COUNT (the COUNT newest" in " ".join(lawa("average", "--help").stdout.split())
+    wrong = lawa("average", str(run), "--last", "2", "--coefficients", "lasting", "-o", "other")
+    assert wrong.returncode != 0
+    assert "latest:COUNT" in wrong.stderr
+
+
+def test_a_name_is_registered_once() -> None:
+    with pytest.raises(ConfigError, match="'uniform' is registered"):
+        coefficient_rule("uniform")(Uniform)

@@ -1,7 +1,9 @@
 """Raw and averaged side by side: right values, honest seconds, a model left as it was."""
 
+import contextlib
+import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 from torch_lawa import Explicit, LatestWeightAverager, recalibrate_batch_norm
+from torch_lawa.averager import Averager
 from torch_lawa.errors import ConfigError
 from torch_lawa.evaluation import evaluate_side_by_side
 from torch_lawa.metrics import MetricsWriter, read_metrics
@@ -63,6 +66,73 @@ def test_a_window_may_be_weighed_otherwise(model: nn.Linear) -> None:
         ("explicit:1,3", 5.0),
     ]
     assert averager.average(2, coefficients=Explicit([1, 3]))["weight"].item() == 5.0
+
+
+class Ema:
+    """An `Averager` that shares no code with the window."""
+
+    def __init__(self, decay: float, kind: str = "ema") -> None:
+        self.decay, self.kind = decay, kind
+        self.mean: dict[str, torch.Tensor] = {}
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.mean)
+
+    def collect(self, model: nn.Module, *, step: int | None = None) -> None:
+        for name, value in model.state_dict().items():
+            old = self.mean.get(name, value)
+            self.mean[name] = self.decay * old + (1 - self.decay) * value
+
+    def step(self, model: nn.Module, *, loss: float | None = None) -> bool:
+        self.collect(model)
+        return True
+
+    @contextlib.contextmanager
+    def swapped_into(self, model: nn.Module) -> Iterator[None]:
+        raw = copy.deepcopy(model.state_dict())
+        model.load_state_dict(self.mean)
+        yield
+        model.load_state_dict(raw)
+
+    def average(self) -> dict[str, torch.Tensor]:
+        return dict(self.mean)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.mean = dict(state["mean"])
+
+
+def test_an_ema_stands_next_to_the_window(model: nn.Linear) -> None:
+    averagers: list[Averager] = [LatestWeightAverager(k=2), Ema(decay=0.75)]
+    assert series(evaluate_side_by_side(filled(model, 0.0), averagers, weight)) == [
+        ("raw", None, 0.0)
+    ]
+    for value in (1.0, 2.0, 6.0):
+        for averager in averagers:
+            averager.step(filled(model, value))
+    rows = evaluate_side_by_side(model, averagers, weight, ks=[1, 2])
+    assert series(rows) == [
+        ("raw", None, 6.0),
+        ("averaged", 1, 6.0),
+        ("averaged", 2, 4.0),
+        ("ema", None, 2.4375),
+    ]
+    assert [row["coefficients"] for row in rows] == [None, "uniform", "uniform", None]
+    assert rows[-1]["average_seconds"] > 0
+    assert model.weight.item() == 6.0
+    assert series(evaluate_side_by_side(model, averagers[1], weight)) == series([rows[0], rows[-1]])
+
+
+def test_averagers_that_cannot_be_told_apart_are_refused(model: nn.Linear) -> None:
+    with pytest.raises(ConfigError, match="kind='ema'"):
+        evaluate_side_by_side(model, [Ema(0.9), Ema(0.99)], weight)
+    with pytest.raises(ConfigError, match="kind='raw'"):
+        evaluate_side_by_side(model, Ema(0.9, kind="raw"), weight)
+    with pytest.raises(ConfigError, match=r"ks=\[2\]"):
+        evaluate_side_by_side(model, Ema(0.9), weight, ks=[2])
 
 
 def test_a_window_that_is_not_full_has_no_row_yet(model: nn.Linear) -> None:
@@ -269,5 +339,5 @@ def test_a_loader_without_a_length_will_do(model: nn.Linear) -> None:
 
 def test_an_evaluation_that_names_nothing_says_what_is_wanted(model: nn.Linear) -> None:
     averager = collected(model, [1.0], k=1)
-    with pytest.raises(ConfigError, match="evaluate returned a float"):
+    with pytest.raises(ConfigError, match="float"):
         evaluate_side_by_side(model, averager, lambda model: 0.5)  # type: ignore[arg-type, return-value]

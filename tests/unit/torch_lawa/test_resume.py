@@ -1,6 +1,7 @@
 """Train, save, stop, load, go on: equal to the run that was never interrupted, bit for bit."""
 
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from support.models import assert_same_state, shake, small_net
 from torch import nn
 
 from torch_lawa import DiskStore, Every, LatestWeightAverager, OnPlateau
-from torch_lawa.errors import ConfigError, StateError, StoreError
+from torch_lawa.errors import ConfigError, LayoutError, StateError, StoreError
 
 
 class Run:
@@ -157,13 +158,13 @@ def test_ties_frozen_parameters_and_dtypes_survive() -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda s: s.update(version=99), "another version"),
+        (lambda s: s.update(version=99), "version 99"),
         (lambda s: s.pop("kept"), "damaged"),
         (lambda s: s["counters"].pop("schedule"), "damaged"),
-        (lambda s: s["snapshots"][1]["tensors"].pop("w"), "step 2 does not match.*'w'"),
-        (lambda s: s["snapshots"][1]["tensors"].update(w=torch.ones(5)), "'w' is missing or has"),
-        (lambda s: s["snapshots"][1]["tensors"].update(w="text"), "'w' is missing or has"),
-        (lambda s: s["snapshots"].reverse(), "out of order"),
+        (lambda s: s["snapshots"][1]["tensors"].pop("w"), "step 2.*'w'"),
+        (lambda s: s["snapshots"][1]["tensors"].update(w=torch.ones(5)), "step 2.*'w'"),
+        (lambda s: s["snapshots"][1]["tensors"].update(w="text"), "step 2.*'w'"),
+        (lambda s: s["snapshots"].reverse(), "not in order"),
         (lambda s: s["dtypes"].update(w="no_such_dtype"), "damaged"),
     ],
 )
@@ -179,6 +180,53 @@ def test_a_damaged_state_is_refused_and_changes_nothing(damage, message) -> None
     assert averager.num_collected == 2
 
 
+@pytest.mark.parametrize("slots", [False, True])
+def test_excluded_tensors_resume_and_other_patterns_are_refused(slots: bool) -> None:
+    """Else a raw tensor would be averaged with one value for all snapshots, or the reverse."""
+    model = small_net()
+
+    def fresh(**options: Any) -> LatestWeightAverager:
+        averager = LatestWeightAverager(k=3, **options)
+        if slots:
+            averager.bind(model)
+        return averager
+
+    straight, first = fresh(exclude="0.*"), fresh(exclude="0.*")
+    torch.manual_seed(0)
+    for _ in range(2):
+        shake(model)
+        straight.collect(model)
+        first.collect(model)
+    state = copy.deepcopy(first.state_dict())
+    resumed, without, other = fresh(exclude="0.*"), fresh(), fresh(exclude=["0.*", "4.*"])
+    for averager in (resumed, without, other):
+        averager.load_state_dict(copy.deepcopy(state))
+    shake(model)
+    straight.collect(model)
+    resumed.collect(model)
+    assert_same_state(resumed.average(), straight.average())
+    with pytest.raises(LayoutError, match=r"'0.weight' is excluded.*include and exclude"):
+        without.collect(model)
+    with pytest.raises(LayoutError, match=r"'4.weight' is averaged.*include and exclude"):
+        other.collect(model)
+
+
+def test_a_window_found_on_disk_has_its_excluded_tensors(tmp_path: Path) -> None:
+    model = small_net()
+    averager = LatestWeightAverager(k=2, store=DiskStore(tmp_path), exclude="0.*")
+    averager.collect(model)
+    averager.wait()
+    del averager
+    gc.collect()
+    with pytest.raises(LayoutError, match=r"'0.weight' is excluded"):
+        LatestWeightAverager(k=2, store=DiskStore(tmp_path)).collect(model)
+    gc.collect()
+    again = LatestWeightAverager(k=2, store=DiskStore(tmp_path), exclude="0.*")
+    newest = shake(model)
+    again.collect(model)
+    assert torch.equal(again.average()["0.weight"], newest["0.weight"])
+
+
 def test_foreign_objects_are_refused() -> None:
     averager = LatestWeightAverager(k=2)
     for foreign in ({}, {"w": torch.ones(1)}, [1], None):
@@ -188,7 +236,7 @@ def test_foreign_objects_are_refused() -> None:
 
 def test_another_schedule_is_refused() -> None:
     state = LatestWeightAverager(k=2, schedule=Every(2)).state_dict()
-    with pytest.raises(StateError, match=r"Every and this averager has OnPlateau"):
+    with pytest.raises(StateError, match=r"Every.*OnPlateau"):
         LatestWeightAverager(k=2, schedule=OnPlateau()).load_state_dict(state)
 
 
@@ -225,7 +273,7 @@ def test_a_copy_goes_on_by_itself(copied: Callable[[Any], Any], store: str) -> N
 def test_a_window_on_disk_has_one_owner(tmp_path: Path) -> None:
     averager = LatestWeightAverager(store=DiskStore(tmp_path / "window"))
     for copied in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(StoreError, match=r"cannot be copied or pickled.*folder of its own"):
+        with pytest.raises(StoreError, match=r"cannot be copied or pickled"):
             copied(averager)
 
 
@@ -269,5 +317,5 @@ def test_labels_of_other_libraries_can_be_saved(step: Any, tmp_path: Path) -> No
         (row,) = torch.load(file, weights_only=True)["snapshots"]
         assert row["step"] == 7
         assert type(row["step"]) is int
-    with pytest.raises(ConfigError, match=r"step=7\.5: give a whole number"):
+    with pytest.raises(ConfigError, match=r"step=7\.5"):
         averager.collect({"w": torch.ones(1)}, step=7.5)  # type: ignore[arg-type]

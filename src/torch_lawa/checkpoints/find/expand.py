@@ -1,6 +1,6 @@
-"""From what a user typed (paths, URLs, patterns, a run's folder) to the checkpoints that are meant.
+"""Inputs as a user types them (paths, URLs, patterns, a run's folder), expanded to candidates.
 
-No order yet, and no numbers: `discovery` sees to those.
+Candidates have no order and no steps yet: `select` adds those.
 """
 
 import os
@@ -8,7 +8,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_lawa.checkpoints.find.folders import Contents, Entry, describe_left_out, examine_run
+from torch_lawa.checkpoints.find.folders import (
+    Candidate,
+    FolderContents,
+    describe_left_out,
+    examine_run,
+)
 from torch_lawa.checkpoints.find.step_names import (
     UNFINISHED,
     few,
@@ -16,24 +21,24 @@ from torch_lawa.checkpoints.find.step_names import (
     parse_name,
     reason_against,
 )
-from torch_lawa.checkpoints.formats.base import Progress
+from torch_lawa.checkpoints.formats.base import TrainingProgress
 from torch_lawa.checkpoints.storage.atomic import TEMPORARY
-from torch_lawa.checkpoints.storage.paths import LocalPlace, Place, parse_place
+from torch_lawa.checkpoints.storage.paths import LocalPath, Location, parse_location
 from torch_lawa.errors import ConfigError, FormatError
 
-__all__ = ["Gathered", "gather"]
+__all__ = ["Expansion", "expand"]
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """Every checkpoint once; `run` is the folder that was expanded to find them, if one was."""
+class Expansion:
+    """Every candidate once; `run` is the run's folder that was expanded, if one was given."""
 
-    entries: list[Entry]
-    run: Place | None
+    candidates: list[Candidate]
+    run: Location | None
     notes: list[str]
 
 
-def gather(inputs: Sequence[str | os.PathLike[str]]) -> Gathered:
+def expand(inputs: Sequence[str | os.PathLike[str]]) -> Expansion:
     """Expand the inputs, in the order given; a pattern's matches are in the order of their names.
 
     >>> import tempfile
@@ -41,8 +46,8 @@ def gather(inputs: Sequence[str | os.PathLike[str]]) -> Gathered:
     >>> run = Path(tempfile.mkdtemp())
     >>> for name in ("step-500.pt", "step-1000.pt", "optimizer.pt"):
     ...     (run / name).touch()
-    >>> gathered = gather([run / "*.pt"])
-    >>> [entry.place.name for entry in gathered.entries], gathered.run
+    >>> found = expand([run / "*.pt"])
+    >>> [candidate.location.name for candidate in found.candidates], found.run
     (['step-500.pt', 'step-1000.pt'], None)
     """
     if isinstance(inputs, str | os.PathLike) or not inputs:
@@ -50,43 +55,43 @@ def gather(inputs: Sequence[str | os.PathLike[str]]) -> Gathered:
             f"inputs={inputs!r}: give a list with a run's folder, or with checkpoints or patterns."
         )
     notes: list[str] = []
-    typed: list[Entry | Contents] = []
-    everything: list[Entry | Contents] = []
+    typed: list[Candidate | FolderContents] = []
+    everything: list[Candidate | FolderContents] = []
     for text in inputs:
-        place = parse_place(text)
-        if any(c in os.fspath(text) for c in "*?[") and not place.exists():
-            everything += _match(place, notes)
+        location = parse_location(text)
+        if any(c in os.fspath(text) for c in "*?[") and not location.exists():
+            everything += _match(location, notes)
         else:
-            typed.append(_look(place, notes))
+            typed.append(_look(location, notes))
             everything.append(typed[-1])
-    runs = [found for found in everything if isinstance(found, Contents)]
-    entries = [found for found in everything if isinstance(found, Entry)]
-    _refuse_twice([found for found in typed if isinstance(found, Entry)])
+    runs = [found for found in everything if isinstance(found, FolderContents)]
+    candidates = [found for found in everything if isinstance(found, Candidate)]
+    _refuse_duplicates([found for found in typed if isinstance(found, Candidate)])
     if not runs:
-        return Gathered(_once(entries, notes), None, notes)
+        return Expansion(_unique(candidates, notes), None, notes)
     if len(everything) > 1:
         raise ConfigError(
-            f"{runs[0].folder} is a run's folder, and {len(everything) - 1} more inputs are given. "
-            "Give one run's folder alone, or checkpoints and patterns alone "
+            f"{runs[0].folder} is a run's folder, but {len(everything) - 1} more inputs were given."
+            " Give one run's folder alone, or only checkpoints and patterns "
             f"(such as {runs[0].folder.child('*')})."
         )
     notes += _describe_run(runs[0])
-    return Gathered(_once(runs[0].entries, notes), runs[0].folder, notes)
+    return Expansion(_unique(runs[0].entries, notes), runs[0].folder, notes)
 
 
-def _match(pattern: Place, notes: list[str]) -> list[Entry | Contents]:
-    """The checkpoints that match; what is none is left out with a note."""
-    found: list[Entry | Contents] = []
+def _match(pattern: Location, notes: list[str]) -> list[Candidate | FolderContents]:
+    """The checkpoints that match a pattern; other matches are left out with a note."""
+    found: list[Candidate | FolderContents] = []
     others: dict[str, str] = {}
     errors: list[str] = []
-    for place in sorted(pattern.glob(), key=_natural):
-        why = None if place.is_folder() else reason_against(place.name)
-        why = UNFINISHED if is_temporary(place.name) else why
+    for location in sorted(pattern.glob(), key=_natural):
+        why = None if location.is_folder() else reason_against(location.name)
+        why = UNFINISHED if is_temporary(location.name) else why
         if why is not None:
-            others[place.name] = why
+            others[location.name] = why
             continue
         try:
-            found.append(_look(place, notes))
+            found.append(_look(location, notes))
         except FormatError as error:
             errors.append(str(error))
     if not found:
@@ -97,33 +102,36 @@ def _match(pattern: Place, notes: list[str]) -> list[Entry | Contents]:
     return found
 
 
-def _look(place: Place, notes: list[str]) -> Entry | Contents:
-    """One checkpoint, or what lies in a run's folder."""
-    if not place.is_folder():
-        why = reason_against(place.name) if place.is_file() else "there is no such file or folder"
-        if why is not None:
-            raise FormatError(f"{place}: {why}.")
-        return Entry(place, place)
-    if place.name.endswith(TEMPORARY):
-        raise FormatError(f"{place}: unfinished; whatever wrote it was stopped. Write it again.")
-    contents = examine_run(place)
+def _look(location: Location, notes: list[str]) -> Candidate | FolderContents:
+    """One checkpoint, or the contents of a run's folder."""
+    if not location.is_folder():
+        if not location.is_file():
+            raise FormatError(f"{location}: there is no such file or folder.")
+        if (why := reason_against(location.name)) is not None:
+            raise FormatError(f"{location}: {why}.")
+        return Candidate(location, location)
+    if location.name.endswith(TEMPORARY):
+        raise FormatError(
+            f"{location}: unfinished; the process that wrote it was stopped. Write it again."
+        )
+    contents = examine_run(location)
     if contents.is_run:
         return contents
     if contents.checkpoint is None:
         raise FormatError(contents.explain())
     beside = [entry.shown.name for entry in contents.entries]
-    if contents.checkpoint != place:
-        notes.append(f"{place}: taken as one checkpoint, {contents.checkpoint}")
+    if contents.checkpoint != location:
+        notes.append(f"{location}: taken as one checkpoint, {contents.checkpoint}")
     elif beside:
         notes.append(
-            f"{place}: taken as one checkpoint ({contents.own[0]}); not looked at: {few(beside)}"
+            f"{location}: taken as one checkpoint ({contents.own[0]}); ignored: {few(beside)}"
         )
     if contents.left_out:
         notes.append(f"left out: {describe_left_out(contents.left_out)}")
-    return Entry(contents.checkpoint, place)
+    return Candidate(contents.checkpoint, location)
 
 
-def _describe_run(contents: Contents) -> list[str]:
+def _describe_run(contents: FolderContents) -> list[str]:
     notes = []
     if contents.own:
         notes.append(
@@ -137,25 +145,25 @@ def _describe_run(contents: Contents) -> list[str]:
     return notes
 
 
-def _refuse_twice(entries: list[Entry]) -> None:
-    seen: dict[str, Entry] = {}
-    for entry in entries:
-        first = seen.setdefault(_identity(entry.place), entry)
-        if first is not entry:
-            other = "" if first.shown == entry.shown else f", also as {first.shown}"
-            raise ConfigError(f"{entry.shown}: given twice{other}. Give each checkpoint once.")
+def _refuse_duplicates(candidates: list[Candidate]) -> None:
+    seen: dict[str, Candidate] = {}
+    for candidate in candidates:
+        first = seen.setdefault(_identity(candidate.location), candidate)
+        if first is not candidate:
+            other = "" if first.shown == candidate.shown else f", also as {first.shown}"
+            raise ConfigError(f"{candidate.shown}: given twice{other}. Give each checkpoint once.")
 
 
-def _once(entries: list[Entry], notes: list[str]) -> list[Entry]:
-    """Each checkpoint under one name: one that says its step, and rather not a link's."""
-    names: dict[str, list[Entry]] = {}
-    for entry in entries:
-        names.setdefault(_identity(entry.place), []).append(entry)
+def _unique(candidates: list[Candidate], notes: list[str]) -> list[Candidate]:
+    """Each checkpoint under one name: preferably one with a step, and not a symbolic link."""
+    names: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        names.setdefault(_identity(candidate.location), []).append(candidate)
     kept = []
     for same in names.values():
-        same.sort(key=lambda e: (parse_name(e.shown.name) == Progress(), _is_link(e.shown)))
+        same.sort(key=lambda c: (parse_name(c.shown.name) == TrainingProgress(), _is_link(c.shown)))
         kept.append(same[0])
-        others = {str(entry.shown): None for entry in same[1:] if entry.shown != same[0].shown}
+        others = {str(c.shown): None for c in same[1:] if c.shown != same[0].shown}
         if others:
             notes.append(f"counted once: {same[0].shown} is also {few(others)}")
         elif len(same) > 1:
@@ -163,15 +171,15 @@ def _once(entries: list[Entry], notes: list[str]) -> list[Entry]:
     return kept
 
 
-def _identity(place: Place) -> str:
-    return os.path.realpath(place.path) if isinstance(place, LocalPlace) else str(place)
+def _identity(location: Location) -> str:
+    return os.path.realpath(location.path) if isinstance(location, LocalPath) else str(location)
 
 
-def _is_link(place: Place) -> bool:
-    return isinstance(place, LocalPlace) and place.path.is_symlink()
+def _is_link(location: Location) -> bool:
+    return isinstance(location, LocalPath) and location.path.is_symlink()
 
 
-def _natural(place: Place) -> list[tuple[int, str]]:
-    """So that `step-1000` comes after `step-500`."""
-    parts = re.split(r"([0-9]+)", str(place))
+def _natural(location: Location) -> list[tuple[int, str]]:
+    """A sort key that puts `step-1000` after `step-500`."""
+    parts = re.split(r"([0-9]+)", str(location))
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]

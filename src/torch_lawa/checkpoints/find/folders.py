@@ -1,4 +1,4 @@
-"""What lies in a folder: one checkpoint, a run's checkpoints, or something that cannot be read."""
+"""What a folder contains: one checkpoint, a run's checkpoints, or something unsupported."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -13,24 +13,24 @@ from torch_lawa.checkpoints.find.step_names import (
     parse_names,
     reason_against,
 )
-from torch_lawa.checkpoints.formats.base import Progress
-from torch_lawa.checkpoints.formats.huggingface import INDEXES, WEIGHTS
-from torch_lawa.checkpoints.storage.paths import Place
+from torch_lawa.checkpoints.formats.base import TrainingProgress
+from torch_lawa.checkpoints.formats.registry import FORMATS, file_suffixes, format_of_folder
+from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import FormatError
 
-__all__ = ["Contents", "Entry", "describe_left_out", "examine", "examine_run"]
+__all__ = ["Candidate", "FolderContents", "describe_left_out", "examine", "examine_run"]
 
 _DEPTH = 3  # RUN/iter_0001000/mp_rank_00/model_optim_rng.pt
-_MANY_FOLDERS = 64  # a sub-folder that holds more of them holds data
+_MANY_FOLDERS = 64  # a sub-folder with more sub-folders than this contains data
 _RUN_FOLDERS = ("checkpoints", "checkpoint")
 _VERSION = re.compile(r"version_[0-9]+")
 _NO_CHECKPOINTS = re.compile(r"optimizer(_[0-9]+)?|wandb|__pycache__")
 
-# What a name in a folder tells about it, and what to do then.
+# Names that show which unsupported kind of checkpoint a folder is, and what to do about it.
 _FOREIGN = (
     (
         re.compile(r"(mp_rank_|zero_pp_rank_|bf16_zero_|fp16_zero_|layer_).*_states\.pt"),
-        "a DeepSpeed checkpoint, which is not supported: its zero_to_fp32.py makes a readable one",
+        "a DeepSpeed checkpoint, which is not supported: convert it with its zero_to_fp32.py",
     ),
     (
         re.compile(r"mp_rank_(?!00(_0+)*$)[0-9_]+"),
@@ -38,186 +38,192 @@ _FOREIGN = (
     ),
     (
         re.compile(r"model_index\.json"),
-        "a pipeline of Diffusers with several models: give the sub-folder of the one you mean",
+        "a Diffusers pipeline with several models: give the sub-folder of one model",
     ),
 )
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A checkpoint that was come across: what to open, and what it is called in its folder.
+class Candidate:
+    """A possible checkpoint: what to open, and the name it is shown under.
 
     The two differ where a folder wraps the checkpoint, as in `step-500/model/.metadata`.
     """
 
-    place: Place
-    shown: Place
+    location: Location
+    shown: Location
 
 
 @dataclass
-class Contents:
-    """What was found in a folder."""
+class FolderContents:
+    """What was found in a folder; `own` files make it a checkpoint itself."""
 
-    folder: Place
-    own: tuple[str, ...] = ()  # names of its own weights, as Hugging Face libraries write them
-    entries: list[Entry] = field(default_factory=list)
+    folder: Location
+    own: tuple[str, ...] = ()  # files by which a format recognises the folder
+    exclusive: bool = False  # that format's folders are never runs
+    entries: list[Candidate] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)  # name -> why
     runs: list[str] = field(default_factory=list)  # sub-folders that hold several checkpoints
-    distributed: bool = False
-    foreign: str | None = None
-    series: bool = False  # whether names in it are a run's, whatever weights lie beside them
+    foreign: str | None = None  # the unsupported kind of checkpoint that it is
+    series: bool = False  # entries have steps in their names, whatever else the folder contains
 
     @property
-    def checkpoint(self) -> Place | None:
-        """The one checkpoint that the folder is, or wraps; None for a run and for nothing."""
-        if self.distributed or (self.own and not self.series):
+    def checkpoint(self) -> Location | None:
+        """The one checkpoint that the folder is, or wraps; None if it has several or none."""
+        if self.own and (self.exclusive or not self.series):
             return self.folder
         if self.own or self.runs or len(self.entries) != 1:
             return None
-        return self.entries[0].place
+        return self.entries[0].location
 
     @property
     def is_run(self) -> bool:
-        """Whether it holds checkpoints of which some must be chosen."""
+        """Whether it contains checkpoints from which some must be selected."""
         if self.checkpoint is None:
             return bool(self.num_numbered or (self.entries and not self.runs))
-        # A run may have one checkpoint so far, but in `step-500/model_0` it is the folder's.
-        wraps = self.checkpoint != self.folder and parse_name(self.folder.name) == Progress()
+        # A run may have one checkpoint so far, but the one in `step-500/model_0` is that folder's.
+        wraps = (
+            self.checkpoint != self.folder and parse_name(self.folder.name) == TrainingProgress()
+        )
         return wraps and self.num_numbered > 0
 
     @property
-    def progress(self) -> list[Progress]:
-        """What the entries' names say."""
+    def progress(self) -> list[TrainingProgress]:
+        """The steps and epochs in the entries' names."""
         return parse_names([entry.shown.name for entry in self.entries])
 
     @property
     def num_numbered(self) -> int:
         """How many entries have a step or an epoch in their name."""
-        return sum(found != Progress() for found in self.progress)
+        return sum(found != TrainingProgress() for found in self.progress)
 
     def explain(self) -> str:
-        """Why there is no checkpoint here, and what to do about it."""
+        """Explain why there is no checkpoint here, and what to do."""
         if self.foreign is not None:
             return f"{self.folder}: {self.foreign}."
         if self.runs:
             return (
-                f"{self.folder}: holds folders with several checkpoints each ({few(self.runs)}). "
-                "Give one of these, or the checkpoints themselves."
+                f"{self.folder}: its sub-folders are runs ({few(self.runs)}). Give one of them, or "
+                "the checkpoints themselves."
             )
         text = f"{self.folder}: no checkpoint here or one folder down"
         if self.left_out:
             return text + f"; found {describe_left_out(self.left_out)}."
-        return text + f"; looked for {WEIGHTS[0]} and the like, .metadata, *.safetensors, *.pt, …"
+        files = [f.folder_files[0] for f in FORMATS.values() if f.folder_files]
+        return text + f"; looked for {', '.join(files)}, *{', *'.join(file_suffixes())}."
 
 
 def describe_left_out(left_out: dict[str, str]) -> str:
-    """Names by the reason they share."""
+    """Names grouped by the reason they were left out for."""
     reasons: dict[str, list[str]] = {}
     for name, why in left_out.items():
         reasons.setdefault(why, []).append(name)
     return "; ".join(f"{few(names)} ({why})" for why, names in reasons.items())
 
 
-def examine(folder: Place, depth: int = _DEPTH) -> Contents:
-    """Look into a folder, and into its sub-folders as far as a checkpoint may be wrapped.
+def examine(folder: Location, depth: int = _DEPTH) -> FolderContents:
+    """Look into a folder, and into sub-folders as deep as checkpoints may be nested.
 
     >>> import tempfile
     >>> from pathlib import Path
-    >>> from torch_lawa.checkpoints.storage.paths import LocalPlace
+    >>> from torch_lawa.checkpoints.storage.paths import LocalPath
     >>> run = Path(tempfile.mkdtemp())
     >>> for name in ("step-500/model/.metadata", "step-500/optimizer/.metadata", "best.pt"):
     ...     (run / name).parent.mkdir(parents=True, exist_ok=True)
     ...     (run / name).touch()
-    >>> [entry.place.path.relative_to(run).as_posix() for entry in examine(LocalPlace(run)).entries]
+    >>> found = examine(LocalPath(run)).entries
+    >>> [entry.location.path.relative_to(run).as_posix() for entry in found]
     ['best.pt', 'step-500/model']
     """
     children = folder.children()
     names = [child.name for child in children]
-    own = tuple(name for name in (*WEIGHTS, *INDEXES) if name in names)
-    contents = Contents(folder, own, distributed=".metadata" in names)
-    if contents.distributed:
+    contents = FolderContents(folder)
+    if (found := format_of_folder(names)) is not None:
+        contents.own = tuple(name for name in found.folder_files if name in names)
+        contents.exclusive = found.exclusive
+    if contents.exclusive:
         return contents
-    contents.foreign = None if own else _foreign(names)
+    contents.foreign = None if contents.own else _foreign(names)
     if contents.foreign is not None:
         return contents
     visible = [child for child in children if not child.name.startswith(".")]
     is_folder = {child: child.is_folder() for child in visible}  # before any other is listed
     for child in visible:
-        if not is_folder[child] and child.name not in own:
+        if not is_folder[child] and child.name not in contents.own:
             _add_file(contents, child)
-    contents.series = any(parse_name(e.shown.name) != Progress() for e in contents.entries)
+    contents.series = any(parse_name(e.shown.name) != TrainingProgress() for e in contents.entries)
     if depth:
         _add_folders(contents, [child for child in visible if is_folder[child]], depth)
     return contents
 
 
-def examine_run(folder: Place) -> Contents:
-    """Look into a folder and, where the checkpoints are not there, where frameworks put them.
+def examine_run(folder: Location) -> FolderContents:
+    """Look into a folder and, if its checkpoints are elsewhere, where frameworks store them.
 
     >>> import tempfile
     >>> from pathlib import Path
-    >>> from torch_lawa.checkpoints.storage.paths import LocalPlace
+    >>> from torch_lawa.checkpoints.storage.paths import LocalPath
     >>> run = Path(tempfile.mkdtemp())
     >>> (run / "checkpoints").mkdir()
     >>> (run / "checkpoints/epoch=3-step=400.ckpt").touch()
-    >>> [entry.shown.name for entry in examine_run(LocalPlace(run)).entries]
+    >>> [entry.shown.name for entry in examine_run(LocalPath(run)).entries]
     ['epoch=3-step=400.ckpt']
     """
     contents = examine(folder)
-    if contents.distributed or contents.foreign is not None:
+    if contents.exclusive or contents.foreign is not None:
         return contents
     containers = _containers(folder)
-    inner = [] if contents.num_numbered else [examine(place) for place in containers]
+    inner = [] if contents.num_numbered else [examine(location) for location in containers]
     holding = [found for found in inner if _holds(found)]
     numbered = [found for found in holding if found.num_numbered]
     chosen = numbered if _holds(contents) else numbered or holding
     if len(chosen) > 1:
         raise FormatError(
-            f"{folder}: holds several runs ({few(c.folder for c in chosen)}). Give one of these."
+            f"{folder}: contains several runs ({few(c.folder for c in chosen)}). Give one of them."
         )
     if chosen:
         for name in (*contents.own, *(entry.shown.name for entry in contents.entries)):
             chosen[0].left_out[str(folder.child(name))] = f"not in {chosen[0].folder}"
         return chosen[0]
     if _holds(contents):
-        for place in containers:
-            contents.left_out[str(place)] = f"checkpoints are in {folder} itself"
+        for location in containers:
+            contents.left_out[str(location)] = f"checkpoints are in {folder} itself"
         return contents
     return next((found for found in inner if found.left_out or found.runs), contents)
 
 
-def _containers(folder: Place) -> list[Place]:
-    """Sub-folders that are known to hold a run's checkpoints."""
+def _containers(folder: Location) -> list[Location]:
+    """Sub-folders in which frameworks store a run's checkpoints."""
     found = [folder.child(name) for name in _RUN_FOLDERS]
     for logs in (folder, folder.child("lightning_logs")):
         if logs.is_folder():
             versions = [child for child in logs.children() if _VERSION.fullmatch(child.name)]
             found += [version.child("checkpoints") for version in versions]
-    return [place for place in found if place.is_folder()]
+    return [location for location in found if location.is_folder()]
 
 
 def _is_container(name: str) -> bool:
     return name in (*_RUN_FOLDERS, "lightning_logs") or bool(_VERSION.fullmatch(name))
 
 
-def _holds(contents: Contents) -> bool:
+def _holds(contents: FolderContents) -> bool:
     return contents.checkpoint is not None or bool(contents.entries)
 
 
-def _add_file(contents: Contents, file: Place) -> None:
+def _add_file(contents: FolderContents, file: Location) -> None:
     why = UNFINISHED if is_temporary(file.name) else reason_against(file.name)
-    if why is None and file.is_file():  # a link may lead nowhere
-        contents.entries.append(Entry(file, file))
+    if why is None and file.is_file():  # not a dangling link
+        contents.entries.append(Candidate(file, file))
     elif why == UNFINISHED or (why == SHARD and not contents.own):
         contents.left_out[file.name] = why
 
 
-def _add_folders(contents: Contents, folders: list[Place], depth: int) -> None:
+def _add_folders(contents: FolderContents, folders: list[Location], depth: int) -> None:
     if depth == _DEPTH:
         folders = [folder for folder in folders if not _is_container(folder.name)]
     elif len(folders) > _MANY_FOLDERS:
         return
-    # A model's folder is a run only if its sub-folders' names say so; do not search them otherwise.
+    # A folder with weights of its own is a run only if its sub-folders' names have steps.
     if contents.own and not _name_steps(folders):
         return
     num_files = len(contents.entries)
@@ -226,7 +232,7 @@ def _add_folders(contents: Contents, folders: list[Place], depth: int) -> None:
     contents.series |= _name_steps([entry.shown for entry in contents.entries[num_files:]])
 
 
-def _add_folder(contents: Contents, child: Place, depth: int) -> None:
+def _add_folder(contents: FolderContents, child: Location, depth: int) -> None:
     if is_temporary(child.name):
         contents.left_out[child.name] = UNFINISHED
         return
@@ -234,19 +240,19 @@ def _add_folder(contents: Contents, child: Place, depth: int) -> None:
         return
     try:
         inside = examine(child, depth)
-    except OSError as error:  # not ours to read, or deleted by the run meanwhile
+    except OSError as error:  # no permission, or deleted by the run in the meantime
         contents.left_out[child.name] = f"cannot be listed: {error.strerror or error}"
         return
     if inside.checkpoint is not None:
-        contents.entries.append(Entry(inside.checkpoint, child))
+        contents.entries.append(Candidate(inside.checkpoint, child))
     elif inside.entries or inside.runs:
         contents.runs.append(child.name)
     elif inside.foreign is not None:
         contents.left_out[child.name] = inside.foreign
     elif inside.left_out:
         contents.left_out[child.name] = describe_left_out(inside.left_out)
-    elif parse_name(child.name) != Progress():
-        contents.left_out[child.name] = "holds no weights"
+    elif parse_name(child.name) != TrainingProgress():
+        contents.left_out[child.name] = "contains no weights"
 
 
 def _foreign(names: Iterable[str]) -> str | None:
@@ -256,7 +262,7 @@ def _foreign(names: Iterable[str]) -> str | None:
     return None
 
 
-def _name_steps(places: Sequence[Place]) -> bool:
-    """Whether the names beside a model's own weights are a run's."""
-    found = parse_names([place.name for place in places], alone=False)
-    return any(progress != Progress() for progress in found)
+def _name_steps(locations: Sequence[Location]) -> bool:
+    """Whether names beside a folder's own weights have steps."""
+    found = parse_names([location.name for location in locations], alone=False)
+    return any(progress != TrainingProgress() for progress in found)

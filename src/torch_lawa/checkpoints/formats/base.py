@@ -4,21 +4,17 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from torch_lawa.mean.dtypes import DTYPES
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from torch_lawa.checkpoints.storage.paths import Location
+    from torch_lawa.mean.kernels import Bytes
 
-    from torch_lawa.checkpoints.storage.paths import Place
+__all__ = ["Checkpoint", "CheckpointLayout", "TensorSpec", "TrainingProgress"]
 
-    Bytes = NDArray[np.uint8]
-
-__all__ = ["Checkpoint", "Layout", "Progress", "TensorSpec"]
-
-Layout = Literal["single", "sharded", "distributed"]
+CheckpointLayout = str  # "single", "sharded", "distributed", or one that a format adds
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """How far the run was, as the checkpoint's own contents say; None where they do not."""
 
     step: int | None = None
@@ -63,13 +59,13 @@ class Checkpoint(ABC):
     file where it can be. It may be called from several threads.
     """
 
-    place: "Place"
+    location: "Location"
     format: str  # for people: "safetensors", "PyTorch file", ...
-    layout: Layout
+    layout: CheckpointLayout
     tensors: Mapping[str, TensorSpec]
     aliases: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
-    progress: Progress = field(default_factory=Progress)
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
     notes: tuple[str, ...] = ()  # choices made in reading it that a user should know of
 
     @abstractmethod
@@ -77,12 +73,12 @@ class Checkpoint(ABC):
         """Bytes `begin` to `end` of the tensor `name`."""
 
     @abstractmethod
-    def file_of(self, name: str) -> "Place":
+    def file_of(self, name: str) -> "Location":
         """The file that holds the tensor `name`: for messages, and to keep a layout."""
 
     @property
     @abstractmethod
-    def files(self) -> "list[Place]":
+    def files(self) -> "list[Location]":
         """Every file that holds weights."""
 
     @abstractmethod

@@ -10,22 +10,22 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from torch_lawa.checkpoints.formats.base import Checkpoint, Progress, TensorSpec
+from torch_lawa.checkpoints.formats.base import Checkpoint, TensorSpec, TrainingProgress
 from torch_lawa.checkpoints.formats.dcp_chunks import Chunk, ChunkedTensor, find_problem
-from torch_lawa.checkpoints.formats.safe_pickle import Label, Record, load_pickle
-from torch_lawa.checkpoints.formats.state_dicts import (
+from torch_lawa.checkpoints.formats.torch_pickle.archive import load_archive
+from torch_lawa.checkpoints.formats.torch_pickle.safe_pickle import Label, Record, load_pickle
+from torch_lawa.checkpoints.formats.torch_pickle.state_dicts import (
     PROGRESS_KEYS,
     find_progress,
     find_weights,
     is_training_state,
 )
-from torch_lawa.checkpoints.formats.torch_archive import load_archive
-from torch_lawa.checkpoints.formats.torch_tensors import CODES, MAKERS, StoredTensor, as_size
-from torch_lawa.checkpoints.storage.paths import Place, Source
+from torch_lawa.checkpoints.formats.torch_pickle.tensors import CODES, MAKERS, StoredTensor, as_size
+from torch_lawa.checkpoints.storage.paths import ByteSource, Location
 from torch_lawa.errors import FormatError
 
 if TYPE_CHECKING:
-    from torch_lawa.checkpoints.formats.base import Bytes
+    from torch_lawa.mean.kernels import Bytes
 
 __all__ = ["DistributedCheckpoint"]
 
@@ -53,9 +53,9 @@ class DistributedCheckpoint(Checkpoint):
     `key` is the dotted entry with the weights ("" for the top).
     """
 
-    def __init__(self, folder: Place, *, key: str | None = None) -> None:
+    def __init__(self, folder: Location, *, key: str | None = None) -> None:
         self._folder = folder
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, ByteSource] = {}
         self._loaded: dict[Chunk, StoredTensor] = {}
         metadata = _Metadata(folder.child(".metadata"))
         weights = find_weights(metadata.tree(key), _Ref, folder, key=key, all_if_unclear=True)
@@ -69,7 +69,7 @@ class DistributedCheckpoint(Checkpoint):
             self.close()
             raise
         super().__init__(
-            place=folder,
+            location=folder,
             format="PyTorch distributed checkpoint",
             layout="distributed",
             tensors={name: tensor.spec for name, tensor in self._tensors.items()},
@@ -80,12 +80,12 @@ class DistributedCheckpoint(Checkpoint):
     def read(self, name: str, begin: int, end: int) -> "Bytes":
         return self._tensors[name].read(begin, end)
 
-    def file_of(self, name: str) -> Place:
+    def file_of(self, name: str) -> Location:
         chunks = self._tensors[name].chunks
         return self._folder.child(chunks[0].file) if chunks else self._folder
 
     @property
-    def files(self) -> list[Place]:
+    def files(self) -> list[Location]:
         found = {chunk.file for tensor in self._tensors.values() for chunk in tensor.chunks}
         return [self._folder.child(file) for file in sorted(found)]
 
@@ -97,21 +97,21 @@ class DistributedCheckpoint(Checkpoint):
         spec, chunks = metadata.describe(ref)
         problem = find_problem(spec.shape, chunks)
         if problem:
-            raise FormatError(f"{metadata.place}: tensor {name!r}: {problem}.")
+            raise FormatError(f"{metadata.location}: tensor {name!r}: {problem}.")
         for chunk in chunks:
             self._check_range(name, chunk)
         return ChunkedTensor(spec, chunks, partial(self._load, name, spec.dtype))
 
     def _check_range(self, name: str, chunk: Chunk) -> None:
-        place = self._folder.child(chunk.file)
+        location = self._folder.child(chunk.file)
         if chunk.file not in self._sources:
-            if not place.is_file():
-                raise FormatError(f"{place}: the file that holds {name!r} is not there.")
-            self._sources[chunk.file] = place.open()
+            if not location.is_file():
+                raise FormatError(f"{location}: the file that holds {name!r} is not there.")
+            self._sources[chunk.file] = location.open()
         size = self._sources[chunk.file].size
         if chunk.offset + chunk.length > size:
             raise FormatError(
-                f"{place}: {name!r} lies at {chunk.offset} to {chunk.offset + chunk.length}, and "
+                f"{location}: {name!r} is at {chunk.offset} to {chunk.offset + chunk.length}, and "
                 f"the file has {size} bytes. It is truncated; write the checkpoint again."
             )
 
@@ -130,13 +130,13 @@ class DistributedCheckpoint(Checkpoint):
 
     def _load_item(self, name: str, chunk: Chunk) -> Any:
         end = chunk.offset + chunk.length
-        source, place = self._sources[chunk.file], self._folder.child(chunk.file)
+        source, location = self._sources[chunk.file], self._folder.child(chunk.file)
         try:
-            return load_archive(source, place, chunk.offset, end)
+            return load_archive(source, location, chunk.offset, end)
         except FormatError as error:
             raise FormatError(f"{error} (Bytes {chunk.offset} to {end}, for {name!r}.)") from None
 
-    def _find_progress(self, metadata: "_Metadata") -> Progress:
+    def _find_progress(self, metadata: "_Metadata") -> TrainingProgress:
         found = {}
         for name in PROGRESS_KEYS:
             try:
@@ -159,14 +159,14 @@ class _Ref:
 class _Metadata:
     """What `.metadata` says, checked when it is asked for."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        if not place.is_file():
-            raise FormatError(f"{place}: not there, so this is no distributed checkpoint.")
-        source = place.open()
+    def __init__(self, location: Location) -> None:
+        self.location = location
+        if not location.is_file():
+            raise FormatError(f"{location}: not there, so this is no distributed checkpoint.")
+        source = location.open()
         try:
             makers = {**MAKERS, **dict.fromkeys(_RECORDS)}
-            state = self._state(load_pickle(source.view(0, source.size), place, makers))
+            state = self._state(load_pickle(source.view(0, source.size), location, makers))
         finally:
             source.close()
         self._entries = self._dict(state.get("state_dict_metadata"))
@@ -180,7 +180,7 @@ class _Metadata:
         name, offset = state.get("fqn"), state.get("offset")
         start = None if offset is None else as_size(offset)
         if not isinstance(name, str) or (start is None and offset is not None):
-            raise FormatError(f"{self.place}: the index of stored items in it is broken.")
+            raise FormatError(f"{self.location}: the index of stored items in it is broken.")
         return name, start
 
     def tree(self, key: str | None) -> dict[object, object]:
@@ -196,10 +196,10 @@ class _Metadata:
             for part in path[:-1]:
                 below = node.setdefault(part, {})
                 if not isinstance(below, dict):
-                    raise FormatError(f"{self.place}: {name!r} lies within another tensor.")
+                    raise FormatError(f"{self.location}: {name!r} lies within another tensor.")
                 node = below
             if path[-1] in node:
-                raise FormatError(f"{self.place}: two tensors have the place of {name!r}.")
+                raise FormatError(f"{self.location}: two tensors have the place of {name!r}.")
             node[path[-1]] = _Ref(name, self._entries[name])
         return tree
 
@@ -218,7 +218,7 @@ class _Metadata:
     def _check_path(self, name: str, path: object) -> tuple[object, ...]:
         if isinstance(path, tuple) and path and all(isinstance(p, str | int) for p in path):
             return path
-        raise FormatError(f"{self.place}: the path of {name!r} in the state dict is broken.")
+        raise FormatError(f"{self.location}: the path of {name!r} in the state dict is broken.")
 
     def describe(self, ref: _Ref) -> tuple[TensorSpec, tuple[Chunk, ...]]:
         """The spec of a tensor, and its chunks that are not empty."""
@@ -230,18 +230,18 @@ class _Metadata:
             label = values.get("dtype")
         records = state.get("chunks")
         if not isinstance(label, Label) or shape is None or not isinstance(records, list):
-            raise FormatError(f"{self.place}: what it says of {ref.name!r} is broken.")
+            raise FormatError(f"{self.location}: what it says of {ref.name!r} is broken.")
         if label.path not in CODES:
             raise FormatError(
-                f"{self.place}: tensor {ref.name!r} is of {label.path}, which safetensors cannot "
-                "hold."
+                f"{self.location}: tensor {ref.name!r} is of {label.path}, which safetensors "
+                "cannot hold."
             )
         chunks = []
         for record in records:
             part = self._state(record)
             starts, sizes = as_size(part.get("offsets")), as_size(part.get("sizes"))
             if starts is None or sizes is None:
-                raise FormatError(f"{self.place}: a chunk of {ref.name!r} is broken.")
+                raise FormatError(f"{self.location}: a chunk of {ref.name!r} is broken.")
             if 0 not in sizes:  # ranks without a share of a tensor write empty ones
                 chunks.append(self.locate(ref.name, starts, sizes))
         return TensorSpec(CODES[label.path], shape), tuple(chunks)
@@ -251,17 +251,17 @@ class _Metadata:
         where = "" if starts is None else f" at {starts}"
         info = self._items.get((name, starts))
         if info is None:
-            raise FormatError(f"{self.place}: does not say where {name!r}{where} is stored.")
+            raise FormatError(f"{self.location}: does not say where {name!r}{where} is stored.")
         if info.get("transform_descriptors"):
             raise FormatError(
-                f"{self.place}: {name!r} is stored compressed or otherwise transformed: save it "
+                f"{self.location}: {name!r} is stored compressed or otherwise transformed: save it "
                 "without extensions."
             )
         file, at = info.get("relative_path"), as_size([info.get("offset"), info.get("length")])
         if not isinstance(file, str) or at is None or not _is_beside(file):
             raise FormatError(
-                f"{self.place}: places {name!r}{where} in {file!r:.200}; it must be a range of a "
-                "file in the folder."
+                f"{self.location}: places {name!r}{where} in {file!r:.200}; it must be a range of "
+                "a file in the folder."
             )
         return Chunk(starts or (), sizes, file, *at)
 
@@ -271,7 +271,7 @@ class _Metadata:
     def _dict(self, thing: object) -> dict[Any, Any]:
         if not isinstance(thing, dict):
             raise FormatError(
-                f"{self.place}: not the metadata of a distributed checkpoint. Save it again."
+                f"{self.location}: not the metadata of a distributed checkpoint. Save it again."
             )
         return thing
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch_lawa.checkpoints.formats.base import TensorSpec
-from torch_lawa.checkpoints.formats.strided import gather
-from torch_lawa.checkpoints.formats.torch_tensors import StoredTensor
+from torch_lawa.checkpoints.formats.torch_pickle.strided import gather_bytes
+from torch_lawa.checkpoints.formats.torch_pickle.tensors import StoredTensor
 from torch_lawa.mean.dtypes import DTYPES
 
 if TYPE_CHECKING:
-    from torch_lawa.checkpoints.formats.base import Bytes
-    from torch_lawa.checkpoints.formats.strided import Values
+    from torch_lawa.checkpoints.formats.torch_pickle.strided import Values
+    from torch_lawa.mean.kernels import Bytes
 
 __all__ = ["Chunk", "ChunkedTensor", "find_problem"]
 
@@ -45,7 +45,7 @@ class ChunkedTensor:
                 continue
             if end <= (first + math.prod(chunk.sizes)) * item:
                 return self.load(chunk).read(begin - first * item, end - first * item)
-        return gather(self.spec, self.fill, begin, end)
+        return gather_bytes(self.spec, self.fill, begin, end)
 
     def fill(self, out: "Values", starts: tuple[int, ...]) -> None:
         """Put the box of the shape of `out` that begins at `starts` into it."""

@@ -1,21 +1,28 @@
-"""Folders as Hugging Face libraries write them: one weights file, or shards and an index.
+"""Folders that Hugging Face libraries write: one weights file, or shards and an index.
 
-Adapter folders of PEFT are such folders too. An index may only name files beside it.
+Adapter folders of PEFT are such folders too. An index may only name files in its own folder.
 """
 
 import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from torch_lawa.checkpoints.formats.base import Checkpoint, Progress, TensorSpec
-from torch_lawa.checkpoints.formats.safetensors import SafetensorsFile
-from torch_lawa.checkpoints.storage.paths import Place
+from torch_lawa.checkpoints.formats.base import Checkpoint, TensorSpec, TrainingProgress
 from torch_lawa.errors import FormatError
 
 if TYPE_CHECKING:
-    from torch_lawa.checkpoints.formats.base import Bytes
+    from torch_lawa.checkpoints.storage.paths import Location
+    from torch_lawa.mean.kernels import Bytes
 
-__all__ = ["INDEXES", "WEIGHTS", "ShardedCheckpoint", "find_weights", "open_folder", "read_json"]
+__all__ = [
+    "FOLDER_FILES",
+    "INDEXES",
+    "WEIGHTS",
+    "ShardedCheckpoint",
+    "find_weights_file",
+    "open_folder",
+    "read_json",
+]
 
 # In this order: where a folder has several, the first is the one that `from_pretrained` reads.
 WEIGHTS = (
@@ -32,48 +39,60 @@ INDEXES = (
     "pytorch_model.bin.index.json",
     "diffusion_pytorch_model.bin.index.json",
 )
-OpenFile = Callable[[Place], Checkpoint]
+FOLDER_FILES = (*WEIGHTS, *INDEXES)
+OpenShard = Callable[["Location"], Checkpoint]
 
 
-def find_weights(folder: Place) -> Place | None:
+def find_weights_file(folder: "Location") -> "Location | None":
     """The weights file or index of a folder that is one checkpoint; None where it is not."""
-    names = {place.name for place in folder.children()}
+    names = {child.name for child in folder.children()}
     # safetensors before pickles, and a whole file before shards, as `from_pretrained` looks.
-    ordered = sorted((*WEIGHTS, *INDEXES), key=lambda name: ".bin" in name)
+    ordered = sorted(FOLDER_FILES, key=lambda name: ".bin" in name)
     return next((folder.child(name) for name in ordered if name in names), None)
 
 
-def open_folder(folder: Place, open_torch: OpenFile) -> Checkpoint:
-    """Open a folder; `open_torch` opens a `.bin` file."""
-    found = find_weights(folder)
+def open_folder(folder: "Location", key: str | None = None) -> Checkpoint:
+    """Open a folder; `key` names the entry with the weights in files of PyTorch."""
+    found = find_weights_file(folder)
     if found is None:
         raise FormatError(
-            f"{folder}: no checkpoint here: looked for {', '.join(WEIGHTS[:2])}, "
-            f"{INDEXES[0]} and the like."
+            f"{folder}: no checkpoint here: looked for {', '.join(WEIGHTS[:2])}, {INDEXES[0]}, …"
         )
-    opener: OpenFile = open_torch if ".bin" in found.name else SafetensorsFile
+    opener = _opener(found.name, key)
     progress = _trainer_state(folder)
     if found.name in INDEXES:
         return ShardedCheckpoint(folder, found, opener, progress)
     checkpoint = opener(found)
-    checkpoint.place = folder
-    if progress != Progress():
+    checkpoint.location = folder
+    if progress != TrainingProgress():
         checkpoint.progress = progress
     return checkpoint
+
+
+def _opener(name: str, key: str | None) -> OpenShard:
+    if ".bin" not in name:
+        from torch_lawa.checkpoints.formats.safetensors import SafetensorsFile
+
+        return SafetensorsFile
+    from torch_lawa.checkpoints.formats.torch_file import TorchFile
+
+    return lambda file: TorchFile(file, key=key)
 
 
 class ShardedCheckpoint(Checkpoint):
     """Shards and the index that says which tensor lies in which."""
 
-    def __init__(self, folder: Place, index: Place, opener: OpenFile, progress: Progress) -> None:
+    def __init__(
+        self, folder: "Location", index: "Location", opener: OpenShard, progress: TrainingProgress
+    ) -> None:
         weight_map = _weight_map(index)
         self._shards: dict[str, Checkpoint] = {}
         try:
             for file in sorted(set(weight_map.values())):
-                place = folder.child(file)
-                if not place.is_file():
+                location = folder.child(file)
+                if not location.is_file():
                     raise FormatError(f"{index}: names the shard {file!r}, which is not there.")
-                self._shards[file] = opener(place)
+                self._shards[file] = opener(location)
             tensors, aliases = self._check(index, weight_map)
         except BaseException:
             self.close()
@@ -81,18 +100,18 @@ class ShardedCheckpoint(Checkpoint):
         self._map = weight_map
         first = next(iter(self._shards.values()))
         super().__init__(
-            place=folder,
+            location=folder,
             format=f"{first.format}, {len(self._shards)} shards",
             layout="sharded",
             tensors=tensors,
             aliases=aliases,
             metadata=first.metadata,
-            progress=progress if progress != Progress() else first.progress,
+            progress=progress if progress != TrainingProgress() else first.progress,
             notes=first.notes,
         )
 
     def _check(
-        self, index: Place, weight_map: Mapping[str, str]
+        self, index: "Location", weight_map: Mapping[str, str]
     ) -> tuple[dict[str, TensorSpec], dict[str, str]]:
         tensors: dict[str, TensorSpec] = {}
         aliases: dict[str, str] = {}
@@ -103,12 +122,14 @@ class ShardedCheckpoint(Checkpoint):
             elif name in shard.aliases:
                 aliases[name] = shard.aliases[name]
             else:
-                raise FormatError(f"{shard.place}: {index.name} says {name!r} is here; it is not.")
+                raise FormatError(
+                    f"{shard.location}: {index.name} says {name!r} is here; it is not."
+                )
         for shard in self._shards.values():
             for name in shard.tensors:
-                if weight_map.get(name) != shard.place.name:
+                if weight_map.get(name) != shard.location.name:
                     raise FormatError(
-                        f"{shard.place}: holds {name!r}, which {index.name} does not place here."
+                        f"{shard.location}: holds {name!r}, which {index.name} does not place here."
                     )
             aliases |= {n: kept for n, kept in shard.aliases.items() if n not in tensors}
         return tensors, aliases
@@ -116,19 +137,19 @@ class ShardedCheckpoint(Checkpoint):
     def read(self, name: str, begin: int, end: int) -> "Bytes":
         return self._shards[self._map[name]].read(name, begin, end)
 
-    def file_of(self, name: str) -> Place:
-        return self.place.child(self._map[name])
+    def file_of(self, name: str) -> "Location":
+        return self.location.child(self._map[name])
 
     @property
-    def files(self) -> list[Place]:
-        return [place for shard in self._shards.values() for place in shard.files]
+    def files(self) -> "list[Location]":
+        return [location for shard in self._shards.values() for location in shard.files]
 
     def close(self) -> None:
         for shard in self._shards.values():
             shard.close()
 
 
-def _weight_map(index: Place) -> dict[str, str]:
+def _weight_map(index: "Location") -> dict[str, str]:
     found = read_json(index).get("weight_map")
     if not isinstance(found, dict) or not found:
         raise FormatError(f"{index}: has no weight_map; it is not an index of shards.")
@@ -144,27 +165,27 @@ def _is_plain_name(file: str) -> bool:
     return file not in ("", ".", "..") and not any(c in file for c in "/\\\0")
 
 
-def _trainer_state(folder: Place) -> Progress:
+def _trainer_state(folder: "Location") -> TrainingProgress:
     """What the Trainer of Transformers notes beside its checkpoints."""
-    place = folder.child("trainer_state.json")
-    if not place.is_file():
-        return Progress()
-    state = read_json(place)
+    location = folder.child("trainer_state.json")
+    if not location.is_file():
+        return TrainingProgress()
+    state = read_json(location)
     step, epoch = state.get("global_step"), state.get("epoch")
     # An epoch there is a fraction (2.75); only whole ones name a checkpoint.
     if isinstance(epoch, float) and epoch.is_integer():
         epoch = int(epoch)
-    return Progress(
+    return TrainingProgress(
         step if isinstance(step, int) else None, epoch if isinstance(epoch, int) else None
     )
 
 
-def read_json(place: Place) -> dict[str, object]:
+def read_json(location: "Location") -> dict[str, object]:
     """A JSON object from a small file, or an error that names the file."""
     try:
-        found = json.loads(place.read_bytes())
+        found = json.loads(location.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{place}: not readable as JSON ({error}).") from None
+        raise FormatError(f"{location}: not readable as JSON ({error}).") from None
     if not isinstance(found, dict):
-        raise FormatError(f"{place}: holds a JSON {type(found).__name__}, not an object.")
+        raise FormatError(f"{location}: holds a JSON {type(found).__name__}, not an object.")
     return found

@@ -10,13 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_lawa.checkpoints.formats.base import Checkpoint, Layout, Progress, TensorSpec
-from torch_lawa.checkpoints.storage.paths import LocalPlace, Place, Source
+from torch_lawa.checkpoints.formats.base import (
+    Checkpoint,
+    CheckpointLayout,
+    TensorSpec,
+    TrainingProgress,
+)
+from torch_lawa.checkpoints.storage.paths import ByteSource, LocalPath, Location
 from torch_lawa.errors import FormatError
 from torch_lawa.mean.dtypes import DTYPES
 
 if TYPE_CHECKING:
-    from torch_lawa.checkpoints.formats.base import Bytes
+    from torch_lawa.mean.kernels import Bytes
 
 __all__ = ["Header", "SafetensorsFile", "encode_header", "parse_header", "read_header"]
 
@@ -67,22 +72,22 @@ def encode_header(
 
 def read_header(path: Path) -> Header:
     """Read and check the header of a local file."""
-    place = LocalPlace(path)
-    source = place.open()
+    location = LocalPath(path)
+    source = location.open()
     try:
-        return parse_header(source, place)
+        return parse_header(source, location)
     finally:
         source.close()
 
 
-def parse_header(source: Source, place: Place) -> Header:
+def parse_header(source: ByteSource, location: Location) -> Header:
     """Read and check a header: lengths, names, dtypes, offsets that tile the file exactly."""
     length = -1
     if source.size >= 8:
         length = int.from_bytes(source.view(0, 8).tobytes(), "little")
     if not 2 <= length <= min(_MAX_HEADER, source.size - 8):
         raise FormatError(
-            f"{place}: not a whole safetensors file (header length {length}, file size "
+            f"{location}: not a whole safetensors file (header length {length}, file size "
             f"{source.size}). It may be truncated or of another format; write it again."
         )
     try:
@@ -92,16 +97,16 @@ def parse_header(source: Source, place: Place) -> Header:
         metadata = {str(k): str(v) for k, v in raw.pop("__metadata__", {}).items()}
         entries = {name: _read_entry(name, entry) for name, entry in raw.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FormatError(f"{place}: the safetensors header is broken ({error}).") from None
+        raise FormatError(f"{location}: the safetensors header is broken ({error}).") from None
     end = 0
     entries = dict(sorted(entries.items(), key=lambda item: item[1][1]))  # as they lie
     for name, (_, (begin, stop)) in entries.items():
         if begin != end:
-            raise FormatError(f"{place}: tensor {name!r} begins at {begin}, expected {end}.")
+            raise FormatError(f"{location}: tensor {name!r} begins at {begin}, expected {end}.")
         end = stop
     if 8 + length + end != source.size:
         raise FormatError(
-            f"{place}: the header speaks of {8 + length + end} bytes and the file has "
+            f"{location}: the header speaks of {8 + length + end} bytes and the file has "
             f"{source.size}. It is truncated or damaged; write it again."
         )
     tensors = {name: spec for name, (spec, _) in entries.items()}
@@ -133,9 +138,9 @@ def _read_entry(name: str, entry: Any) -> tuple[TensorSpec, tuple[int, int]]:
 class SafetensorsFile(Checkpoint):
     """One safetensors file, as a checkpoint or as a shard of one."""
 
-    def __init__(self, place: Place, layout: Layout = "single") -> None:
-        self._file, self._source = place, place.open()
-        header = parse_header(self._source, place)
+    def __init__(self, location: Location, layout: CheckpointLayout = "single") -> None:
+        self._file, self._source = location, location.open()
+        header = parse_header(self._source, location)
         self._starts = {n: header.data_start + begin for n, (begin, _) in header.ranges.items()}
         # The convention of safetensors' own `save_model`: a tied name that was left out of the
         # file stands in the metadata with the name it is tied to.
@@ -145,13 +150,13 @@ class SafetensorsFile(Checkpoint):
             if kept in header.tensors and name not in header.tensors
         }
         super().__init__(
-            place=place,
+            location=location,
             format="safetensors",
             layout=layout,
             tensors=header.tensors,
             aliases=aliases,
             metadata={k: v for k, v in header.metadata.items() if k not in aliases},
-            progress=Progress(
+            progress=TrainingProgress(
                 step=_number(header.metadata, _STEP_KEYS),
                 epoch=_number(header.metadata, ("epoch",)),
             ),
@@ -161,11 +166,11 @@ class SafetensorsFile(Checkpoint):
         start = self._starts[name]
         return self._source.view(start + begin, start + end)
 
-    def file_of(self, name: str) -> Place:
+    def file_of(self, name: str) -> Location:
         return self._file
 
     @property
-    def files(self) -> list[Place]:
+    def files(self) -> list[Location]:
         return [self._file]
 
     def close(self) -> None:

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torch_lawa.checkpoints.storage.remote_errors import telling
+from torch_lawa.checkpoints.storage.remote_errors import translated_errors
 from torch_lawa.errors import FormatError
 
 if TYPE_CHECKING:
-    from torch_lawa.checkpoints.formats.base import Bytes
+    from torch_lawa.mean.kernels import Bytes
 
-__all__ = ["MappedSource", "ReadSource", "RemoteSource", "Source", "SourceFile"]
+__all__ = ["ByteSource", "MappedSource", "ReadSource", "RemoteSource", "SourceFile"]
 
 
-class Source(ABC):
+class ByteSource(ABC):
     """An open file: its size, and any range of its bytes."""
 
     size: int
@@ -32,7 +32,7 @@ class Source(ABC):
         """Give back the file; views that were taken stay valid."""
 
 
-class MappedSource(Source):
+class MappedSource(ByteSource):
     """A file here."""
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +51,7 @@ class MappedSource(Source):
         self._bytes = np.empty(0, dtype=np.uint8)
 
 
-class ReadSource(Source):
+class ReadSource(ByteSource):
     """A file here that may be cut off at any moment: with a mapping that ends the process."""
 
     def __init__(self, path: Path) -> None:
@@ -75,7 +75,7 @@ class ReadSource(Source):
         self._file.close()
 
 
-class RemoteSource(Source):
+class RemoteSource(ByteSource):
     """A file of a server; `url` is what to call it in messages."""
 
     def __init__(self, fs: Any, path: str, url: str, size: int) -> None:
@@ -86,7 +86,7 @@ class RemoteSource(Source):
         if begin == end:
             return np.empty(0, dtype=np.uint8)
         try:
-            with telling(self._url):
+            with translated_errors(self._url):
                 found = self._fs.cat_file(self._path, start=begin, end=end)
         except FileNotFoundError:
             raise FormatError(f"{self._url}: was removed while it was read.") from None
@@ -104,7 +104,7 @@ class RemoteSource(Source):
 class SourceFile(io.RawIOBase):
     """A range of a source as a file that can be read and sought, for `zipfile` and `pickle`."""
 
-    def __init__(self, source: Source, begin: int = 0, end: int | None = None) -> None:
+    def __init__(self, source: ByteSource, begin: int = 0, end: int | None = None) -> None:
         self._source, self._begin = source, begin
         self._size = (source.size if end is None else end) - begin
         self._at = 0

@@ -1,4 +1,4 @@
-"""Where bytes lie: a path here, or a URL through fsspec. Everything above asks a `Place`.
+"""Where bytes lie: a path here, or a URL through fsspec. Everything above asks a `Location`.
 
 Local files are memory-mapped; of remote ones just the asked ranges are fetched, so a piece is one
 request and the number of threads is the number of requests in flight.
@@ -12,19 +12,27 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from torch_lawa.checkpoints.storage.byte_sources import (
+    ByteSource,
     MappedSource,
     ReadSource,
     RemoteSource,
-    Source,
     SourceFile,
 )
-from torch_lawa.checkpoints.storage.remote_errors import package_for, telling
+from torch_lawa.checkpoints.storage.remote_errors import package_for, translated_errors
 from torch_lawa.errors import ConfigError, LawaError, OutputError
 
-__all__ = ["LocalPlace", "Place", "RemotePlace", "Source", "SourceFile", "is_url", "parse_place"]
+__all__ = [
+    "ByteSource",
+    "LocalPath",
+    "Location",
+    "RemoteURL",
+    "SourceFile",
+    "is_url",
+    "parse_location",
+]
 
 
-class Place(ABC):
+class Location(ABC):
     """A file or folder that may exist."""
 
     local: bool
@@ -35,12 +43,12 @@ class Place(ABC):
         """Its last part."""
 
     @abstractmethod
-    def child(self, name: str) -> "Place":
+    def child(self, name: str) -> "Location":
         """A name inside this folder."""
 
     @property
     @abstractmethod
-    def parent(self) -> "Place":
+    def parent(self) -> "Location":
         """The folder it lies in."""
 
     @abstractmethod
@@ -52,11 +60,11 @@ class Place(ABC):
         """Whether there is a folder."""
 
     @abstractmethod
-    def children(self) -> "list[Place]":
+    def children(self) -> "list[Location]":
         """What lies in this folder, by name; hidden files too."""
 
     @abstractmethod
-    def glob(self) -> "list[Place]":
+    def glob(self) -> "list[Location]":
         """What matches, where the place is a pattern."""
 
     @abstractmethod
@@ -64,7 +72,7 @@ class Place(ABC):
         """Size, and something that changes when the file does."""
 
     @abstractmethod
-    def open(self) -> Source:
+    def open(self) -> ByteSource:
         """The bytes of the file."""
 
     def exists(self) -> bool:
@@ -90,7 +98,7 @@ class Place(ABC):
             source.close()
 
 
-class LocalPlace(Place):
+class LocalPath(Location):
     """A path.
 
     Files are mapped, which is fastest, unless they are ones that somebody may cut off.
@@ -105,10 +113,10 @@ class LocalPlace(Place):
         return str(self.path)
 
     def __repr__(self) -> str:
-        return f"LocalPlace({str(self.path)!r})"
+        return f"LocalPath({str(self.path)!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, LocalPlace) and self.path == other.path
+        return isinstance(other, LocalPath) and self.path == other.path
 
     def __hash__(self) -> int:
         return hash(self.path)
@@ -118,11 +126,11 @@ class LocalPlace(Place):
         return self.path.name or self.path.resolve().name
 
     @property
-    def parent(self) -> "LocalPlace":
-        return LocalPlace(self.path.parent, mapped=self.mapped)
+    def parent(self) -> "LocalPath":
+        return LocalPath(self.path.parent, mapped=self.mapped)
 
-    def child(self, name: str) -> "LocalPlace":
-        return LocalPlace(self.path / name, mapped=self.mapped)
+    def child(self, name: str) -> "LocalPath":
+        return LocalPath(self.path / name, mapped=self.mapped)
 
     def is_file(self) -> bool:
         return self.path.is_file()
@@ -130,21 +138,21 @@ class LocalPlace(Place):
     def is_folder(self) -> bool:
         return self.path.is_dir()
 
-    def children(self) -> "list[Place]":
+    def children(self) -> "list[Location]":
         return [self.child(p.name) for p in sorted(self.path.iterdir())]
 
-    def glob(self) -> "list[Place]":
-        return [LocalPlace(p) for p in sorted(glob.glob(os.path.expanduser(self.path)))]
+    def glob(self) -> "list[Location]":
+        return [LocalPath(p) for p in sorted(glob.glob(os.path.expanduser(self.path)))]
 
     def stamp(self) -> tuple[int, object]:
         found = self.path.stat()
         return found.st_size, (found.st_mtime_ns, found.st_ino)
 
-    def open(self) -> Source:
+    def open(self) -> ByteSource:
         return MappedSource(self.path) if self.mapped else ReadSource(self.path)
 
 
-class RemotePlace(Place):
+class RemoteURL(Location):
     """A URL that fsspec understands: `s3://`, `gs://`, `memory://` and the rest."""
 
     local = False
@@ -156,10 +164,10 @@ class RemotePlace(Place):
         return f"{self._protocol}://{self._path.lstrip('/')}"
 
     def __repr__(self) -> str:
-        return f"RemotePlace({str(self)!r})"
+        return f"RemoteURL({str(self)!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemotePlace) and str(self) == str(other)
+        return isinstance(other, RemoteURL) and str(self) == str(other)
 
     def __hash__(self) -> int:
         return hash(str(self))
@@ -174,10 +182,10 @@ class RemotePlace(Place):
         return self._path.rsplit("/", 1)[-1]
 
     @property
-    def parent(self) -> "RemotePlace":
+    def parent(self) -> "RemoteURL":
         return self._at(self._path.rsplit("/", 1)[0])
 
-    def child(self, name: str) -> "RemotePlace":
+    def child(self, name: str) -> "RemoteURL":
         return self._at(f"{self._path}/{name}")
 
     def is_file(self) -> bool:
@@ -188,12 +196,12 @@ class RemotePlace(Place):
 
     def exists(self) -> bool:
         """Whether there is one now, whatever was listed before."""
-        with telling(str(self)):
+        with translated_errors(str(self)):
             self.fs.invalidate_cache(self._path)
         return self._kind() is not None
 
-    def children(self) -> "list[Place]":
-        with telling(str(self)):
+    def children(self) -> "list[Location]":
+        with translated_errors(str(self)):
             self.fs.invalidate_cache()  # a live run adds files
             try:
                 listed = self.fs.ls(self._path, detail=False)
@@ -202,16 +210,16 @@ class RemotePlace(Place):
         found = {p.rstrip("/") for p in listed}
         return [self._at(p) for p in sorted(found - {self._path})]
 
-    def glob(self) -> "list[Place]":
+    def glob(self) -> "list[Location]":
         try:
-            with telling(str(self)):
+            with translated_errors(str(self)):
                 self.fs.invalidate_cache()
                 return [self._at(p) for p in sorted(self.fs.glob(self._path))]
         except FileNotFoundError:
             return []
 
     def stamp(self) -> tuple[int, object]:
-        with telling(str(self)):
+        with translated_errors(str(self)):
             self.fs.invalidate_cache(self._path)
         found = self._info()
         if found is None:
@@ -219,7 +227,7 @@ class RemotePlace(Place):
         mark = next((found[k] for k in ("ETag", "etag", "mtime", "created") if k in found), None)
         return int(found["size"]), str(mark)
 
-    def open(self) -> Source:
+    def open(self) -> ByteSource:
         found = self._info()  # as last listed: formats check their size against their contents
         if found is None:
             raise self._missing()
@@ -228,7 +236,7 @@ class RemotePlace(Place):
     def read_bytes(self) -> bytes:
         """The whole (small) file, as it is now and in one request."""
         try:
-            with telling(str(self)):
+            with translated_errors(str(self)):
                 return bytes(self.fs.cat_file(self._path))
         except FileNotFoundError:
             raise self._missing() from None
@@ -236,7 +244,7 @@ class RemotePlace(Place):
     def upload(self, path: Path) -> None:
         """Become a copy of a local file; object stores show it when it is whole."""
         try:
-            with telling(str(self)):
+            with translated_errors(str(self)):
                 self.fs.put_file(str(path), self._path)
         except (OSError, LawaError) as error:
             raise OutputError(f"{error} It was not written.") from error
@@ -244,7 +252,7 @@ class RemotePlace(Place):
     def remove(self) -> None:
         """Remove the file."""
         try:
-            with telling(str(self)):
+            with translated_errors(str(self)):
                 self.fs.rm_file(self._path)
         except FileNotFoundError:
             return
@@ -258,7 +266,7 @@ class RemotePlace(Place):
     def _info(self) -> dict[str, Any] | None:
         # Not `fs.isfile`: that takes every failure, such as missing credentials, for "no file".
         try:
-            with telling(str(self)):
+            with translated_errors(str(self)):
                 found: dict[str, Any] = self.fs.info(self._path)
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -267,8 +275,8 @@ class RemotePlace(Place):
     def _missing(self) -> FileNotFoundError:
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
 
-    def _at(self, path: str) -> "RemotePlace":
-        return RemotePlace(self.fs, path, self._protocol)
+    def _at(self, path: str) -> "RemoteURL":
+        return RemoteURL(self.fs, path, self._protocol)
 
 
 def is_url(text: str) -> bool:
@@ -280,11 +288,11 @@ def is_url(text: str) -> bool:
     return "://" in text
 
 
-def parse_place(text: str | os.PathLike[str]) -> Place:
+def parse_location(text: str | os.PathLike[str]) -> Location:
     """The place that a path or URL names."""
     text = os.fspath(text)
     if not is_url(text) or text.startswith("file://"):
-        return LocalPlace(os.path.expanduser(text.removeprefix("file://")))
+        return LocalPath(os.path.expanduser(text.removeprefix("file://")))
     import fsspec
 
     protocol = text.split("://", 1)[0]
@@ -299,4 +307,4 @@ def parse_place(text: str | os.PathLike[str]) -> Place:
     except ValueError as error:
         raise ConfigError(f"{text}: {error}. Give a path or a URL that fsspec knows.") from None
     fs.invalidate_cache()  # file systems live on and remember listings of earlier calls
-    return RemotePlace(fs, path, protocol)
+    return RemoteURL(fs, path, protocol)

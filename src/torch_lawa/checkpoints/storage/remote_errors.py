@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch_lawa.errors import ConfigError, FormatError, LawaError
 
-__all__ = ["package_for", "telling"]
+__all__ = ["package_for", "translated_errors"]
 
 _PACKAGES = {
     "s3": "torch-lawa[s3]", "s3a": "torch-lawa[s3]", "gs": "gcsfs", "gcs": "gcsfs",
@@ -39,7 +39,7 @@ def package_for(protocol: str) -> str | None:
 
 
 @contextlib.contextmanager
-def telling(url: str) -> Iterator[None]:
+def translated_errors(url: str) -> Iterator[None]:
     """Errors of requests for `url`, in our words.
 
     What a user can set right is a `ConfigError`. That a server is gone or fails is nobody's

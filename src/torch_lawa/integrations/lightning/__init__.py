@@ -1,4 +1,4 @@
-"""`LatestWeightAveraging`, a callback for Lightning 2.6: two lines, and evaluation is averaged."""
+"""`LatestWeightAveraging`, a callback for Lightning 2.6: evaluation uses the average of the run."""
 
 from torch_lawa.integrations.lightning.callback import LatestWeightAveraging
 

@@ -1,10 +1,10 @@
-"""Validation and test with the averaged weights first, then as ever: `val_loss_averaged` too.
+"""Validation and test of both weights: `val_loss` and `val_loss_averaged` in one evaluation.
 
-A module may gather things over its validation steps and log them at the end, so both weights need
-a validation of their own from the first hook of the module to the last. Lightning's own loop runs
-it: once with averaged weights, and callbacks and loggers kept out; then with the trained weights,
-and what was logged before is logged again under its other name, before any callback is told that
-the validation has ended.
+A module may accumulate values over its validation steps and log them at the end, so each set of
+weights needs a complete validation, from the module's first hook to its last. Lightning's own loop
+runs it twice: first with the averaged weights, without callbacks and loggers, then with the
+trained weights as usual. The first run's values are logged again under their other names before
+any callback's hook for the end of the validation.
 """
 
 import contextlib
@@ -15,26 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lawa.integrations.lightning.batch_norm import generator_states
-from torch_lawa.integrations.lightning.checkpoints import Averaging
-from torch_lawa.integrations.lightning.names import (
+from torch_lawa.integrations.batch_norm import preserved_rng
+from torch_lawa.integrations.lightning._compat import (
     DummyLogger,
     EvaluationLoop,
     Logger,
     Trainer,
-    isolate_rng,
 )
+from torch_lawa.integrations.lightning.average import ModuleAverage
+from torch_lawa.integrations.lightning.loaders import generator_states
 
 __all__ = ["evaluate_twice"]
 
 
 @dataclass(frozen=True)
 class _Logged:
-    """One value of an evaluation, and where its module wanted to see it."""
+    """One value of an evaluation, and how its module logged it."""
 
     name: str
     value: Tensor
-    loader: int | None  # of several, the one it was logged for
+    loader: int | None  # the index of its loader, if there are several
     logger: bool
     prog_bar: bool
 
@@ -44,75 +44,75 @@ class _Logged:
         return replace(self, name=f"{name}_{suffix}{slash}{loader}")
 
 
-def evaluate_twice(trainer: Trainer, callback: Averaging) -> None:
-    """Make the loops for validation and test evaluate the callback's average, too."""
+def evaluate_twice(trainer: Trainer, average: ModuleAverage) -> None:
+    """Make the loops for validation and test evaluate the average, too."""
     for loop in (
         trainer.fit_loop.epoch_loop.val_loop,
         trainer.validate_loop,
         trainer.test_loop,
     ):
         if not isinstance(loop, _TwiceLoop):
-            loop.__class__ = _TwiceLoop  # the loops are made, and known to others, already
-            vars(loop).update(averagings=[], averaged=None)
-        callbacks = vars(loop)["averagings"]
-        if not any(known is callback for known in callbacks):
-            callbacks.append(callback)
+            loop.__class__ = _TwiceLoop  # the loops exist already, and others hold them
+            vars(loop).update(averages=[], logged=None)
+        averages = vars(loop)["averages"]
+        if not any(known is average for known in averages):
+            averages.append(average)
 
 
 class _TwiceLoop(EvaluationLoop):
-    averagings: list[Averaging]
-    averaged: list[_Logged] | None  # while averaged weights are evaluated, what they logged
-    others: list[_Logged]
-    outputs: list[dict[str, Tensor]]  # what is returned, a dict for each loader
+    averages: list[ModuleAverage]
+    logged: list[_Logged] | None  # while averaged weights are evaluated, what they logged
+    others: list[_Logged]  # what averaged weights logged in this evaluation, renamed
+    outputs: list[dict[str, Tensor]]  # what is returned: one dict per loader
     generators: dict[torch.Generator, Tensor]  # of the loaders, before averaged weights used them
 
     def run(self) -> list[Any]:
         """Evaluate each average, then the trained weights."""
         self.others = []
         if not self.trainer.sanity_checking:
-            for callback in self.averagings:
-                if callback.serves(self.trainer):
+            for average in self.averages:
+                if average.usable(self.trainer):
                     self.others += [
-                        logged.renamed(callback.name) for logged in self._run_averaged(callback)
+                        logged.renamed(average.name) for logged in self._run_averaged(average)
                     ]
         outputs: list[Any] = super().run()
         return outputs
 
-    def _run_averaged(self, callback: Averaging) -> list[_Logged]:
+    def _run_averaged(self, average: ModuleAverage) -> list[_Logged]:
         names = ("batch_progress", "_seen_batches_per_dataloader", "verbose", "_restarting")
         before = {name: vars(self)[name] for name in names}
         self.batch_progress = type(self.batch_progress)()
         self._seen_batches_per_dataloader = type(self._seen_batches_per_dataloader)(int)
-        self.verbose, self._restarting, self.averaged, self.generators = False, False, [], {}
+        self.verbose, self._restarting, self.logged, self.generators = False, False, [], {}
         try:
-            callback.lend(self.trainer)
-            with isolate_rng(), _on_its_own(self.trainer):
+            average.swap_in(self.trainer)
+            with preserved_rng(self.trainer.strategy.root_device), _isolated(self.trainer):
                 super().run()
-            return self.averaged
+            return self.logged
         finally:
-            callback.take_back()
-            self.averaged = None
+            average.restore()
+            self.logged = None
             vars(self).update(before)
             for generator, state in self.generators.items():
                 generator.set_state(state)
 
     def reset(self) -> None:
-        """Begin with the first batch; the trained weights will be given the same ones."""
-        if self.averaged is not None and self._combined_loader is not None:
+        """Begin with the first batch; the trained weights will get the same batches."""
+        if self.logged is not None and self._combined_loader is not None:
             self.generators = generator_states(self._combined_loader.flattened)
         super().reset()
 
     def _on_evaluation_epoch_end(self) -> None:
         super()._on_evaluation_epoch_end()
-        if self.averaged is not None:
-            self.averaged += _logged(self._results)
+        if self.logged is not None:
+            self.logged += _logged(self._results)
             return
         if self.trainer.sanity_checking:
             return
         self.outputs = self._logged_outputs
         if self.trainer.state.fn == "fit":
-            for callback in self.averagings:
-                self._stand_in(callback)
+            for average in self.averages:
+                self._fill_in(average)
         for logged in self.others:
             self._results.log(
                 "on_test_epoch_end" if self.trainer.testing else "on_validation_epoch_end",
@@ -120,15 +120,15 @@ class _TwiceLoop(EvaluationLoop):
                 logged.value,
                 prog_bar=logged.prog_bar,
                 logger=logged.logger,
-                sync_dist=True,  # as far as the module wanted it, it is
+                sync_dist=True,  # the module has reduced it already, if it wanted to
                 add_dataloader_idx=False,
                 batch_size=1,
             )
 
-    def _stand_in(self, callback: Averaging) -> None:
-        """What monitors a metric must find it from the first validation on, and then no old one."""
-        own = [logged.renamed(callback.name) for logged in _logged(self._results)]
-        if not callback.serves(self.trainer):
+    def _fill_in(self, average: ModuleAverage) -> None:
+        """A monitor must find its metric from the first validation on, and no old value later."""
+        own = [logged.renamed(average.name) for logged in _logged(self._results)]
+        if not average.usable(self.trainer):
             self.others += own
             return
         averaged = {logged.name for logged in self.others}
@@ -138,8 +138,8 @@ class _TwiceLoop(EvaluationLoop):
 
     def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
         super()._on_evaluation_end(*args, **kwargs)
-        if self.averaged is None and not self.trainer.sanity_checking:
-            # What is logged at the end counts for all loaders. Ours need not.
+        if self.logged is None and not self.trainer.sanity_checking:
+            # Lightning returns what is logged at the end for all loaders; ours may be of one.
             for logged in self.others:
                 for loader, output in enumerate(self.outputs):
                     if logged.loader not in (None, loader):
@@ -147,7 +147,7 @@ class _TwiceLoop(EvaluationLoop):
 
 
 def _logged(results: Any) -> list[_Logged]:
-    """Every value that stands for the whole evaluation, under each of its names."""
+    """Every value of the whole evaluation, under each of its names."""
     found = []
     for metric in results.values():
         if metric.has_reset or not metric.meta.on_epoch:
@@ -170,8 +170,8 @@ def _logged(results: Any) -> list[_Logged]:
     return found
 
 
-class _Deaf(DummyLogger):
-    """Passes for another logger, with its folders, and keeps nothing."""
+class _SilentLogger(DummyLogger):
+    """Looks like another logger, with its folders, and records nothing."""
 
     def __init__(self, logger: Logger) -> None:
         super().__init__()
@@ -184,15 +184,15 @@ class _Deaf(DummyLogger):
 
 
 @contextlib.contextmanager
-def _on_its_own(trainer: Trainer) -> Iterator[None]:
-    """Callbacks, loggers and what has been logged so far do not notice what happens inside."""
+def _isolated(trainer: Trainer) -> Iterator[None]:
+    """Nothing inside the block reaches callbacks, loggers or what has been logged so far."""
     connector: Any = trainer._logger_connector
     names = ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics")
     flags = ("_first_loop_iter", "_current_fx")
     before = {name: vars(connector)[name] for name in (*names, *flags)}
     last_time = vars(trainer).get("_last_val_time")
     callbacks, loggers = vars(trainer)["callbacks"], trainer.loggers
-    vars(trainer)["callbacks"], trainer.loggers = [], [_Deaf(logger) for logger in loggers]
+    vars(trainer)["callbacks"], trainer.loggers = [], [_SilentLogger(logger) for logger in loggers]
     vars(connector).update({name: dict(before[name]) for name in names})
     try:
         yield

@@ -1,4 +1,4 @@
-"""Averaging in the Transformers `Trainer`: two lines, and everything else stays as it is.
+"""Averaging in the Transformers `Trainer`: change two lines.
 
 ```python
 trainer = LatestWeightAveragingTrainer(  # instead of Trainer

@@ -1,7 +1,10 @@
 """The callback of the Transformers `Trainer`: what is averaged, and when a snapshot is taken."""
 
+import contextlib
+import copy
 import logging
 import math
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -13,18 +16,20 @@ from transformers.trainer_utils import has_length
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.coefficients import Coefficients
 from torch_lawa.errors import ConfigError
-from torch_lawa.integrations.transformers.batch_norm import AverageStatistics
-from torch_lawa.integrations.transformers.collecting import Collecting, CollectStrategy, RunLength
-from torch_lawa.integrations.visible import require_visible_parameters
-from torch_lawa.integrations.window_files import load_window, save_window
+from torch_lawa.integrations.batch_norm import BatchNormCache, preserved_rng
+from torch_lawa.integrations.cadence import Cadence
+from torch_lawa.integrations.unsupported import require_visible_parameters
+from torch_lawa.integrations.window_files import IN_TRAINER_CHECKPOINT, load_window, save_window
+from torch_lawa.ranks.agreement import check_same_decision
+from torch_lawa.schedule import Every, Schedule
 from torch_lawa.selection import FrozenRule
 from torch_lawa.stores.base import Store
+from torch_lawa.validation import one_of
 
-__all__ = ["LatestWeightAveragingCallback", "Metrics", "selects_average"]
+__all__ = ["CollectStrategy", "LatestWeightAveragingCallback", "Metrics", "selects_average"]
 
+CollectStrategy: TypeAlias = Literal["save", "steps", "epoch"]
 Metrics: TypeAlias = Literal["both", "averaged"]
-
-_WINDOW = Path("averaged", "window")
 
 logger = logging.getLogger(__name__)
 
@@ -32,25 +37,30 @@ logger = logging.getLogger(__name__)
 class LatestWeightAveragingCallback(TrainerCallback):
     """Keeps the `k` latest snapshots of the model that a Trainer trains.
 
-    It belongs to a `LatestWeightAveragingTrainer`, or a trainer of yours with the
+    It needs a `LatestWeightAveragingTrainer`, or your own trainer with the
     `LatestWeightAveragingMixin`, which evaluates, saves and loads the average.
 
     Args:
         k: How many snapshots the window holds. The paper's default is 6.
-        collect_strategy: A snapshot at each "save" of the Trainer, so that the average is that of
-            the latest checkpoints; every so many "steps", or after an "epoch".
-        collect_every: How many optimizer steps, or epochs, lie between two snapshots.
-        start: Leave out the first steps (epochs, for "epoch"), as an int, or a fraction of the run.
-        metrics: "both": `eval_loss` of the weights as they are and `eval_averaged_loss` of the
+        collect_strategy: Take a snapshot at each "save" of the Trainer (the default), so that the
+            average is that of the latest checkpoints; or every so many "steps", or after each
+            "epoch".
+        collect_every: The number of optimizer steps, or epochs, between two snapshots.
+        start: Leave out the first steps (epochs, for "epoch"): an int, or a fraction of the run.
+        schedule: Any schedule, such as `Every(10)` or `OnPlateau()`, instead of `collect_every`.
+            It counts optimizer steps, or with `collect_strategy="epoch"` epochs; with "save" it is
+            asked at saves only. One that needs a loss is asked after each evaluation instead.
+        monitor: The metric that is the loss for `schedule`.
+        metrics: "both": `eval_loss` of the trained weights and `eval_averaged_loss` of the
             average, side by side. "averaged": all metrics are those of the average, as soon as
-            there is one; it costs one evaluation instead of two.
-        batch_norm_batches: How many batches of training data BatchNorm statistics are re-estimated
-            from for the average; 0 takes those of the newest snapshot. Models without BatchNorm
-            layers do not need any.
+            there is one, which costs one evaluation instead of two.
+        batch_norm_batches: How many batches of training data the BatchNorm statistics of the
+            average are re-estimated from; 0 keeps those of the newest snapshot. Has no effect on
+            models without BatchNorm layers.
         coefficients: How much each snapshot counts; all the same by default.
-        min_snapshots: How many snapshots make an average; `k` by default. Before that only the
-            weights as they are get evaluated.
-        store: Where snapshots live: "host", "device", or a `DiskStore(folder)`.
+        min_snapshots: How many snapshots make an average; `k` by default. Until then only the
+            trained weights are evaluated.
+        store: Where snapshots are kept: "host", "device", or a `DiskStore(folder)`.
         storage_dtype: `torch.bfloat16` or `torch.float16` halves their memory and rounds them.
     """
 
@@ -58,9 +68,11 @@ class LatestWeightAveragingCallback(TrainerCallback):
         self,
         k: int = 6,
         *,
-        collect_strategy: CollectStrategy = "save",
+        collect_strategy: CollectStrategy | None = None,
         collect_every: int = 1,
         start: int | float = 0,
+        schedule: Schedule | None = None,
+        monitor: str = "eval_loss",
         metrics: Metrics = "both",
         batch_norm_batches: int = 40,
         coefficients: Coefficients | None = None,
@@ -68,19 +80,32 @@ class LatestWeightAveragingCallback(TrainerCallback):
         store: Literal["host", "device"] | Store = "host",
         storage_dtype: torch.dtype | None = None,
     ) -> None:
-        if metrics not in ("both", "averaged"):
-            raise ConfigError(f"metrics={metrics!r}: choose 'both' or 'averaged'.")
-        if type(batch_norm_batches) is not int or batch_norm_batches < 0:
+        one_of("metrics", metrics, ("both", "averaged"))
+        strategy = collect_strategy or ("save" if schedule is None else "steps")
+        one_of("collect_strategy", strategy, ("save", "steps", "epoch"))
+        if type(collect_every) is not int or collect_every < 1:
+            raise ConfigError(f"collect_every={collect_every!r}: it must be an int of at least 1.")
+        if schedule is not None and collect_every != 1:
+            raise ConfigError(f"schedule={schedule} and collect_every={collect_every}: give one.")
+        if strategy == "save" and collect_every != 1:
             raise ConfigError(
-                f"batch_norm_batches={batch_norm_batches!r}: give a number of batches, or 0."
+                f"collect_every={collect_every} with collect_strategy='save': every save is "
+                "collected. Set save_steps, or collect_strategy='steps'."
             )
         self.metrics: Metrics = metrics
+        self.monitor = monitor
         self.attached = False  # to a trainer that knows what to do with an average
         self.resume_from: Path | None = None  # a checkpoint, from its loading to the first step
-        self.model_is_final = False  # the Trainer has loaded its best model: nothing to swap
-        self._batch_norm = AverageStatistics(batch_norm_batches)
-        self._collecting = Collecting(collect_strategy, collect_every, start)
-        self._total = 0
+        self.model_is_final = False  # the Trainer has loaded its best model: nothing to swap in
+        self._strategy: CollectStrategy = strategy
+        self._cadence = Cadence(
+            schedule if schedule is not None else Every(collect_every),
+            "epochs" if strategy == "epoch" else "steps",
+            start,
+        )
+        self._batch_norm = BatchNormCache(batch_norm_batches)
+        self._total = 0  # the length of the run, in the cadence's unit
+        self._asked_step = -1  # so that a save that is evaluated first is not asked about twice
         self._store = store
         self._options: dict[str, Any] = {
             "k": k,
@@ -88,14 +113,14 @@ class LatestWeightAveragingCallback(TrainerCallback):
             "min_snapshots": min_snapshots,
             "storage_dtype": storage_dtype,
         }
-        # Stands in until there is a model: mistakes are found now, a folder is opened then.
+        # A placeholder until there is a model: finds mistakes now, and opens no folder yet.
         usable = "host" if isinstance(store, Store) else store
         self.averager = LatestWeightAverager(store=usable, **self._options)
-        self._frozen: str | None = None  # the rule of an averager that is not a stand-in
+        self._frozen: str | None = None  # the rule of the averager that is not a placeholder
 
     @property
     def ready(self) -> bool:
-        """Whether there is an average that is to be evaluated, beside or instead of the model."""
+        """Whether there is an average to evaluate, next to or instead of the model."""
         return self.averager.ready and not self.model_is_final
 
     def on_init_end(
@@ -105,13 +130,13 @@ class LatestWeightAveragingCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Refuse what can be seen not to work before training begins."""
+        """Refuse what is known not to work before training begins."""
         self._require_trainer()
         self._check_arguments(args)
         steps = args.max_steps if args.max_steps > 0 else None
         epochs = int(args.num_train_epochs) if steps is None else None
         saves = int(args.save_steps) if _saves(args) == "steps" and args.save_steps >= 1 else None
-        self._check(RunLength(steps, epochs, None, saves))
+        self._check_length(epochs if self._strategy == "epoch" else steps, saves)
 
     def on_train_begin(
         self,
@@ -120,28 +145,24 @@ class LatestWeightAveragingCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Begin a window, or go on with the one in the checkpoint."""
+        """Begin a window, or continue with the one in the checkpoint."""
         self._require_trainer()
         model, loader = kwargs["model"], kwargs["train_dataloader"]
         require_visible_parameters(model)
         self._check_arguments(args)
-        per_epoch = None
+        total, per_epoch = int(state.max_steps), None
         if has_length(loader):
             per_epoch = max(math.ceil(len(loader) / args.gradient_accumulation_steps), 1)
-        elif self._collecting.strategy == "epoch":
-            raise ConfigError(
-                "collect_strategy='epoch': the training data has no length, so nobody knows when "
-                "an epoch ends. Set collect_strategy='steps' and collect_every."
-            )
-        run = RunLength(
-            max_steps=state.max_steps,
-            num_epochs=None if per_epoch is None else state.max_steps // per_epoch,
-            steps_per_epoch=per_epoch,
-            saves_every=int(state.save_steps) if _saves(args) == "steps" else None,
-        )
-        self._check(run)
-        self._total = run.of(self._collecting.strategy) or 0
-        # What a run left that failed while it was being resumed is not for one from the start.
+        if self._strategy == "epoch":
+            if per_epoch is None:
+                raise ConfigError(
+                    "collect_strategy='epoch': the training data has no length, so the end of an "
+                    "epoch is not known. Set collect_strategy='steps' and collect_every."
+                )
+            total //= per_epoch
+        self._check_length(total, int(state.save_steps) if _saves(args) == "steps" else per_epoch)
+        self._total, self._asked_step = total, -1
+        # A run from the start ignores what a failed attempt to resume left behind.
         checkpoint = self.resume_from if state.global_step else None
         self.resume_from = None
         self._begin(model, resuming=checkpoint is not None)
@@ -149,7 +170,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
             self.averager.reset()  # a store on disk may have held snapshots
             logger.warning(
                 f"{checkpoint} holds no window of snapshots (it was saved without averaging, or "
-                "with save_only_model): averaging begins anew at this step."
+                "with save_only_model): a new window begins at this step."
             )
 
     def on_step_end(
@@ -161,48 +182,89 @@ class LatestWeightAveragingCallback(TrainerCallback):
     ) -> None:
         """Collect after a step, or after the last step of an epoch.
 
-        Not at the event for the end of an epoch: it comes after what is evaluated and saved at
-        that step, does not come again in a run resumed there, and comes also where a run ends
-        within an epoch.
+        The event for the end of an epoch is of no use: it comes after the evaluation and the save
+        at that step, is not repeated in a run resumed there, and also comes when a run ends within
+        an epoch.
         """
-        if self._collecting.strategy == "steps":
-            position = state.global_step
-        elif self._collecting.strategy == "epoch" and float(state.epoch or 0).is_integer():
-            position = int(state.epoch)
-        else:
-            return
-        if self._collecting.due(position, self._total):
-            self.averager.collect(kwargs["model"], step=state.global_step)
+        whole_epoch = float(state.epoch or 0).is_integer()
+        if self._strategy == "steps" or (self._strategy == "epoch" and whole_epoch):
+            self._ask(kwargs["model"], state)
 
-    def before_save(self, model: nn.Module, step: int) -> None:
-        """Collect what is about to be saved, once; before it is evaluated, where it will be."""
-        collected = bool(self.averager.snapshot_steps) and self.averager.snapshot_steps[-1] == step
-        if self._collecting.strategy != "save" or collected:
+    def before_save(self, model: nn.Module, state: TrainerState) -> None:
+        """Collect what is about to be saved, once; before its evaluation if there is one."""
+        if self._strategy == "save":
+            self._ask(model, state)
+
+    def after_evaluation(
+        self, model: nn.Module, state: TrainerState, metrics: Mapping[str, float]
+    ) -> None:
+        """Collect after an evaluation during training, if the schedule depends on its loss."""
+        if not self._cadence.schedule.needs_loss:
             return
-        if self._collecting.due(step, self._total):
+        if self.monitor not in metrics:
+            raise ConfigError(
+                f"monitor={self.monitor!r}: the schedule {self._cadence.schedule} needs this loss, "
+                f"and the evaluation gives {', '.join(metrics)}. Set monitor=..."
+            )
+        self._ask(model, state, loss=float(metrics[self.monitor]))
+
+    def _ask(self, model: nn.Module, state: TrainerState, loss: float | None = None) -> None:
+        step = int(state.global_step)
+        if step == self._asked_step or self._cadence.schedule.needs_loss != (loss is not None):
+            return
+        self._asked_step = step
+        position = step if self._cadence.unit == "steps" else int(state.epoch or 0)
+        due = self._cadence.due(self.averager, position, total=self._total, loss=loss)
+        if loss is not None:
+            check_same_decision(model, due, step)
+        if due:
             self.averager.collect(model, step=step)
 
     def save(self, model: nn.Module, checkpoint: Path, *, writes: bool) -> None:
         """Put the window into a checkpoint; called in every process."""
-        save_window(self.averager, model, checkpoint / _WINDOW, writes=writes)
+        save_window(self.averager, model, checkpoint / IN_TRAINER_CHECKPOINT, writes=writes)
 
     def load(self, model: nn.Module, checkpoint: Path) -> bool:
-        """Go back to the window of a checkpoint, if it has one."""
-        return load_window(self.averager, model, checkpoint / _WINDOW)
+        """Restore the window of a checkpoint, if it has one."""
+        return load_window(self.averager, model, checkpoint / IN_TRAINER_CHECKPOINT)
 
-    def fit_batch_norm(self, trainer: Trainer) -> None:
-        """Re-estimate the statistics of the trainer's model, which holds the average."""
-        self._batch_norm.fit(trainer, moment=self.averager.num_collected)
+    def put_batch_norm(self, trainer: Trainer) -> None:
+        """Give the trainer's model, which holds the average, the BatchNorm statistics for it."""
+
+        def forward(model: nn.Module, batch: Any) -> None:
+            # As in training: a trainer may remove what is in a batch but not for the model.
+            with trainer.compute_loss_context_manager():
+                trainer.compute_loss(model, trainer._prepare_inputs(batch))
+
+        @contextlib.contextmanager
+        def batches() -> Iterator[Iterable[Any]]:
+            with preserved_rng(trainer.args.device):
+                loader = trainer.get_train_dataloader()  # not the one that training iterates
+                try:
+                    yield loader
+                finally:
+                    if hasattr(loader, "end"):
+                        loader.end()  # Accelerate keeps loaders that were not iterated to the end
+
+        model: nn.Module = trainer.model  # type: ignore[assignment]  # may be None for Trainer
+        group = torch.distributed.group.WORLD if trainer.args.world_size > 1 else None
+        self._batch_norm.put_into(model, self.averager, batches, forward, group=group)
 
     def _begin(self, model: nn.Module, *, resuming: bool) -> None:
         self.model_is_final = False
-        self._batch_norm.forget()
-        # Of adapters on a large model nothing else is kept; elsewhere a layer may be unfrozen.
+        self._batch_norm.clear()
+        # With adapters nothing else is kept; in other models a frozen layer may be unfrozen later.
         frozen: FrozenRule = "omit" if _has_adapters(model) else "keep"
         if self._frozen == frozen:
             self.averager.reset()
+            self._cadence.restart(self.averager)
             return
-        averager = LatestWeightAverager(store=self._store, frozen=frozen, **self._options)
+        averager = LatestWeightAverager(
+            store=self._store,
+            frozen=frozen,
+            schedule=copy.deepcopy(self._cadence.schedule),
+            **self._options,
+        )
         if len(averager) and not resuming:
             raise ConfigError(
                 "the store holds snapshots of an earlier run already (steps "
@@ -218,13 +280,23 @@ class LatestWeightAveragingCallback(TrainerCallback):
                 "MyTrainer(LatestWeightAveragingMixin, YourTrainer)."
             )
 
-    def _check(self, run: RunLength) -> None:
-        self._collecting.check(run, self.averager.min_snapshots)
+    def _check_length(self, total: int | None, saves_every: int | None) -> None:
+        """Refuse a run that gives too few snapshots for an average."""
+        asked: Iterable[int] | None = None
+        if self._strategy == "save" and total is not None and saves_every is not None:
+            asked = [*range(saves_every, total, saves_every), total]  # the end is saved, too
+        found = self._cadence.shortfall(total, self.averager.min_snapshots, asked)
+        if found is not None:
+            option = "save_steps" if self._strategy == "save" else "collect_every"
+            raise ConfigError(
+                f"{found[1]}. Train longer, collect more often ({option}), lower "
+                f"start={self._cadence.start} or k={self.averager.k}, or set min_snapshots=1."
+            )
 
     def _check_arguments(self, args: TrainingArguments) -> None:
         saves = _saves(args)
-        if self._collecting.strategy == "save" and saves not in ("steps", "epoch"):
-            why = "nothing is saved" if saves == "no" else "a save depends on the metric"
+        if self._strategy == "save" and saves not in ("steps", "epoch"):
+            why = "nothing is saved" if saves == "no" else "saves depend on the metric"
             raise ConfigError(
                 f"collect_strategy='save' with save_strategy={saves!r}: {why}. Set "
                 "collect_strategy='steps' (and collect_every) or 'epoch'."
@@ -232,22 +304,22 @@ class LatestWeightAveragingCallback(TrainerCallback):
         metric = str(args.metric_for_best_model)
         if self.metrics == "averaged" and selects_average(metric):
             raise ConfigError(
-                f"metric_for_best_model={metric!r} with metrics='averaged', where the average's "
-                "metrics have the names that Trainer gives them: set "
+                f"metric_for_best_model={metric!r} with metrics='averaged', which reports the "
+                "average under the Trainer's own names: set "
                 f"metric_for_best_model={metric.replace('averaged_', '', 1)!r}, or metrics='both'."
             )
         follows = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
         if follows in ("reduce_lr_on_plateau", "greedy") and selects_average(metric):
             raise ConfigError(
                 f"lr_scheduler_type={follows!r} needs metric_for_best_model={metric!r} at every "
-                "evaluation, and it is not there before the first average: set "
+                "evaluation, and there is none before the first average: set "
                 "LatestWeightAveragingCallback(metrics='averaged') and "
                 "metric_for_best_model='eval_loss'."
             )
 
 
 def selects_average(metric: str) -> bool:
-    """Whether this is the name of a metric of the average, as `metrics="both"` has them."""
+    """Whether this names a metric of the average, as `metrics="both"` reports it."""
     return metric.removeprefix("eval_").startswith("averaged_")
 
 
@@ -256,5 +328,5 @@ def _saves(args: TrainingArguments) -> str:
 
 
 def _has_adapters(model: nn.Module) -> bool:
-    """Of PEFT, around the model or added to it."""
+    """Whether PEFT adapters wrap the model or were added to it."""
     return bool(getattr(model, "peft_config", None))

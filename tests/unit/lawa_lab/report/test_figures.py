@@ -6,18 +6,23 @@ from pathlib import Path
 import pytest
 from support.report import cifar_rows, cifar_runs, language_runs, run_of
 
-from lawa_lab.report.drawing import Drawing, draw, draw_panel, save, svg_text
-from lawa_lab.report.figures import demo_figure, drawings, save_figures
-from lawa_lab.report.panels import matplotlib
+from lawa_lab.report import figures
+from lawa_lab.report.curves import Metric
+from lawa_lab.report.figures import FIGURES, Drawing, save, save_figures
+from lawa_lab.report.figures.axes import matplotlib
+from lawa_lab.report.figures.files import draw, draw_panel, svg_text
+from lawa_lab.report.figures.scene import Scene
 from lawa_lab.report.runs import Run, Series
-from lawa_lab.report.savings import Metric, compare
-from lawa_lab.report.summarising import summarise
-from lawa_lab.report.summary import RecipeReport
+from lawa_lab.report.summary import RecipeReport, summarise
 from torch_lawa.errors import LawaError
-from torch_lawa.metrics import Row
 
 ACCURACY = Metric("test_accuracy", "higher")
-DEFAULT = Series(10, "uniform", "re-estimated")
+DEFAULT = Series("averaged", 10, "uniform", "re-estimated")
+GUIDE = Path(__file__).parents[4] / "docs" / "guides" / "report.md"
+
+
+def drawings(runs: list[Run], report: RecipeReport | None = None) -> list[Drawing]:
+    return figures.drawings(Scene(report or summarise(runs).recipes[0], runs))
 
 
 @pytest.fixture(scope="module")
@@ -35,20 +40,23 @@ def drawn(runs: list[Run], recipe: RecipeReport) -> dict[str, Drawing]:
     return {drawing.name: drawing for drawing in drawings(runs, recipe)}
 
 
-def test_every_figure_of_which_the_rows_have_something(drawn: dict[str, Drawing]) -> None:
-    kinds = ["saving", "windows", "curves", "early", "coefficients", "batch_norm", "target"]
-    others = [f"{kind}-lookahead-sgd" for kind in kinds]
-    assert list(drawn) == [*kinds, *others, "lookahead"]
+def test_every_figure_that_the_rows_have_data_for(drawn: dict[str, Drawing]) -> None:
+    expected = []
+    for kind in FIGURES:
+        if kind != "methods":  # there is only the window
+            expected += [kind] if kind == "runs" else [kind, f"{kind}-lookahead-sgd"]
+    assert list(drawn) == expected
 
 
 def test_figures_without_rows_are_left_out() -> None:
     runs = language_runs(evaluations=30)
-    names = [drawing.name for drawing in drawings(runs, summarise(runs).recipes[0])]
-    kinds = ["saving", "windows", "curves", "early", "target"]
-    assert names == [*kinds, *(f"{kind}-adam-constant-rate" for kind in kinds), "runs"]
+    names = [drawing.name for drawing in drawings(runs)]
+    kinds = ["saving", "windows", "target", "behind", "early", "curves"]
+    others = [f"{kind}-adam-constant-rate" for kind in kinds]
+    assert sorted(names) == sorted([*kinds, *others, "runs"])
     raw = [row for row in cifar_rows(epochs=12, seeds=(0,), run="other") if row["k"] is None]
     some = [run_of(cifar_rows(epochs=12, seeds=(0,))), run_of(raw)]
-    names = [drawing.name for drawing in drawings(some, summarise(some).recipes[0])]
+    names = [drawing.name for drawing in drawings(some)]
     assert "saving" in names
     assert not any(name.endswith("-other") for name in names)
 
@@ -66,7 +74,7 @@ def test_the_arrow_runs_from_where_the_baseline_got_there_to_where_the_average_d
         arrow, text = axes.texts
         assert arrow.xy == (headline.epochs.averaged_at.mean, headline.target)
         assert arrow.xyann == (headline.epochs.baseline_at.mean, headline.target)
-        assert text.get_text().startswith(f"{headline.epochs.saved.mean:.1f} epochs earlier\n(")
+        assert text.get_text().startswith(f"{headline.epochs.saved.mean:.1f} epochs earlier")
         ticks = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "|"]
         places = [p for s in headline.by_seed for p in (s.baseline_at, s.averaged_at)]
         assert ticks == places
@@ -79,11 +87,11 @@ def test_what_was_never_matched_is_marked_as_a_lower_bound() -> None:
         for e, loss in enumerate(losses, start=1)
     ]
     runs = [Run("toy", "sgd", tuple(rows))]
-    mark = drawings(runs, summarise(runs).recipes[0])[0].panels[0].mark
-    assert mark is not None
+    arrow = drawings(runs)[0].panels[0].arrow
+    assert arrow is not None
     # Better than 6, the best of the raw weights, from epoch 3 on; these end at epoch 5.
-    assert (mark.begin, mark.end, mark.value) == (5, 3, 6)
-    assert mark.text == "at least 2 epochs earlier\n(never matched, 1 of 1 seeds)"
+    assert (arrow.begin, arrow.end, arrow.value) == (5, 3, 6)
+    assert "at least 2 epochs" in arrow.text
 
 
 def test_a_line_is_the_mean_and_its_band_the_range_over_seeds(
@@ -109,7 +117,8 @@ def test_legends_name_every_series_once(drawn: dict[str, Drawing]) -> None:
     assert legend("windows") == [raw, *(f"average, k = {k}" for k in (3, 6, 10, 16))]
     assert legend("coefficients") == [raw, default, f"{default}, exponential 0.9"]
     assert legend("batch_norm") == [raw, control, default, f"{default}, BatchNorm copied"]
-    assert legend("lookahead") == [
+    assert legend("behind") == ["average evaluated", "raw weights better"]
+    assert legend("runs") == [
         f"{run}, {series}" for run in ("sgd", "lookahead(sgd)") for series in (raw, default)
     ]
 
@@ -128,34 +137,42 @@ def test_one_series_looks_the_same_in_all_figures_and_like_no_other(
 ) -> None:
     looks: dict[tuple[str | None, str], object] = {}
     for drawing in drawn.values():
-        if drawing.kind in ("target", "lookahead"):
+        if drawing.kind.name in ("target", "behind", "runs"):
             continue
         for panel in drawing.panels:
             styles = [(line.style.colour, line.style.dashes) for line in panel.lines]
             assert len(set(styles)) == len(styles)
             for line, style in zip(panel.lines, styles, strict=True):
                 assert looks.setdefault((drawing.run, line.label), style) == style
-    together = {line.label: line.style for line in drawn["lookahead"].panels[0].lines}
+    together = {line.label: line.style for line in drawn["runs"].panels[0].lines}
     for run in ("sgd", "lookahead(sgd)"):
         for series in ("raw weights", "average, k = 10"):
             style = together[f"{run}, {series}"]
             assert looks[run, series] == (style.colour, style.dashes)
 
 
-def test_the_difference_between_coefficients_is_taken_seed_by_seed(
-    drawn: dict[str, Drawing], runs: list[Run]
+def test_bars_mark_the_stretches_in_which_the_average_was_behind(
+    drawn: dict[str, Drawing], recipe: RecipeReport
 ) -> None:
-    (line,) = drawn["coefficients"].panels[1].lines
-    ours = runs[0].curves(DEFAULT, ACCURACY)
-    theirs = runs[0].curves(Series(10, "exponential:0.9", "re-estimated"), ACCURACY)
-    differences = []
-    for seed in (0, 1, 2):
-        ends = (theirs[seed].value_at(20), ours[seed].value_at(20))
-        assert None not in ends
-        differences.append(100 * (ends[0] - ends[1]))  # type: ignore[operator]
-    place = line.at.index(20)
-    assert line.mean[place] == pytest.approx(sum(differences) / 3)
-    assert (line.low[place], line.high[place]) == (min(differences), max(differences))
+    rows = [row for row in recipe.shown[0].windows if row.run == "sgd"]
+    panel = drawn["behind"].panels[0]
+    assert panel.y_labels[:2] == ("k = 3", "k = 3 (BN copied)")
+    assert len(panel.y_labels) == len(rows)
+    place = rows.index(next(row for row in rows if row.default))
+    (line,) = [line for line in panel.lines if line.mean[0] == -place and line.style.width > 5]
+    ends = [(a + 0.5, b - 0.5) for a, b in zip(line.at[::3], line.at[1::3], strict=True)]
+    assert ends == [(stretch.begin, stretch.end) for stretch in rows[place].behind]
+
+
+def test_other_methods_have_a_figure() -> None:
+    rows = cifar_rows(epochs=20, seeds=(0,))
+    other = [{**row, "weights": "ema", "k": None} for row in rows if row["weights"] == "averaged"]
+    other = [row for row in other if row["coefficients"] == "uniform"]
+    runs = [run_of([*rows, *({**row, "coefficients": None} for row in other)])]
+    (drawing,) = [drawing for drawing in drawings(runs) if drawing.kind.name == "methods"]
+    labels = [line.label for line in drawing.panels[0].lines]
+    assert labels[-2:] == ["average, k = 10", "ema"]
+    assert len({line.style for line in drawing.panels[0].lines}) == len(labels)
 
 
 def test_the_curve_of_targets_passes_through_the_headline(
@@ -163,7 +180,7 @@ def test_the_curve_of_targets_passes_through_the_headline(
 ) -> None:
     row = next(report for report in recipe.metrics if report.metric == ACCURACY).main[0]
     panel = drawn["target"].panels[0]
-    (point,) = [point for point in panel.points if point.label == "longest saving"]
+    (point,) = [point for point in panel.points if point.label == "largest saving"]
     assert row.headline is not None
     assert row.headline.epochs is not None
     assert (point.at, point.value) == (row.headline.target, row.headline.epochs.saved.mean)
@@ -194,13 +211,13 @@ def test_the_early_phase_is_cut_out(drawn: dict[str, Drawing], runs: list[Run]) 
 
 def test_a_single_seed_has_no_band(runs: list[Run]) -> None:
     alone = [run_of(cifar_rows(epochs=30, seeds=(0,)))]
-    (panel, _) = drawings(alone, summarise(alone).recipes[0])[0].panels
+    (panel, _) = drawings(alone)[0].panels
     assert [line.low for line in panel.lines] == [(), (), ()]
     assert panel.x_label == "epoch"
 
 
 def test_nothing_is_clipped_and_every_word_can_be_read(drawn: dict[str, Drawing]) -> None:
-    for name in ("saving", "windows", "curves", "early", "target", "lookahead"):
+    for name in ("saving", "windows", "curves", "early", "target", "behind", "runs"):
         figure = draw(drawn[name])
         matplotlib("backends.backend_agg").FigureCanvasAgg(figure).draw()
         box = figure.get_tightbbox()
@@ -231,7 +248,7 @@ def test_files_are_the_same_whenever_they_are_made(
     assert svg_text(draw_panel(panel)) == svg_text(draw_panel(panel))
 
 
-def test_a_folder_for_each_recipe_where_there_are_several(tmp_path: Path) -> None:
+def test_several_recipes_have_a_folder_each(tmp_path: Path) -> None:
     first = language_runs(evaluations=9)[0]
     second = Run("other/recipe", first.name, first.rows)
     one = save_figures([first], summarise([first]), tmp_path / "one")
@@ -246,7 +263,7 @@ def test_a_folder_for_each_recipe_where_there_are_several(tmp_path: Path) -> Non
 def test_names_from_a_file_never_lead_out_of_the_folder() -> None:
     rows = cifar_rows(epochs=12, seeds=(0,))
     runs = [Run("r", name, tuple(rows)) for name in ("sgd", "../../etc", "ETC!")]
-    names = [drawing.name for drawing in drawings(runs, summarise(runs).recipes[0])]
+    names = [drawing.name for drawing in drawings(runs)]
     assert {"saving", "saving-etc", "saving-etc-3"} <= set(names)
     assert len(set(names)) == len(names)
 
@@ -254,26 +271,18 @@ def test_names_from_a_file_never_lead_out_of_the_folder() -> None:
 def test_names_are_not_read_as_formulas_or_hidden() -> None:
     names = ("_first", "$x_{")
     runs = [Run("r_$", name, run.rows) for name, run in zip(names, language_runs(), strict=True)]
-    figure = draw(drawings(runs, summarise(runs).recipes[0])[-1])
+    (drawing,) = [each for each in drawings(runs) if each.kind.name == "runs"]
+    figure = draw(drawing)
     svg = svg_text(figure)
     assert "_first, raw weights</text>" in svg
     assert ">$x_{, average, k = 6</text>" in svg
 
 
-def test_the_demo_has_its_arrow_at_the_headline_of_the_meter() -> None:
-    rows: list[Row] = [row for row in cifar_rows(epochs=40) if row["k"] in (None, 10)]
-    rows = [row for row in rows if row["coefficients"] in (None, "uniform")]
-    figure = demo_figure(rows)
-    for axes, metric in zip(figure.axes, (Metric("test_loss", "lower"), ACCURACY), strict=True):
-        headline = compare(rows, metric).headline
-        assert headline is not None
-        assert axes.texts[0].xy == (headline.averaged_at, headline.target)
-        assert axes.texts[0].xyann == (headline.baseline_at, headline.target)
-    (legend,) = figure.legends
-    usual = "raw weights, BatchNorm not re-estimated"
-    assert [t.get_text() for t in legend.get_texts()] == ["raw weights", "averaged weights", usual]
+def test_the_guide_lists_every_figure() -> None:
+    guide = GUIDE.read_text()
+    assert [name for name in FIGURES if f"`{name}`" not in guide] == []
 
 
-def test_without_matplotlib_the_way_to_it_is_named() -> None:
-    with pytest.raises(LawaError, match=r"pip install 'torch-lawa\[report\]'"):
+def test_without_matplotlib_the_error_says_how_to_install_it() -> None:
+    with pytest.raises(LawaError, match=r"pip install 'torch-lawa\[lab\]'"):
         matplotlib("no_such_part")

@@ -1,4 +1,4 @@
-"""Metrics files sorted into runs and series, and what is refused."""
+"""Metrics files grouped into runs and series, and what is refused."""
 
 import json
 from pathlib import Path
@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from lawa_lab.report.reading import files_of
-from lawa_lab.report.runs import Metric, Run, Series, load_runs, metrics_of
+from lawa_lab.report.curves import Metric
+from lawa_lab.report.rows import find_files
+from lawa_lab.report.runs import Run, Series, load_runs, metrics_of
 from torch_lawa.errors import FormatError
 from torch_lawa.metrics import Row
 
 LOSS = Metric("test_loss", "lower")
-UNIFORM = Series(2, "uniform")
+UNIFORM = Series("averaged", 2, "uniform")
 
 
 def row(epoch: float, loss: float | None, **facts: Any) -> Row:
@@ -30,7 +31,7 @@ def values(run: Run, series: Series, seed: Any = 0) -> tuple[float | None, ...]:
     return run.curves(series, LOSS)[seed].values
 
 
-def test_runs_of_several_files_are_told_apart_by_recipe_and_run_and_seeds_put_together(
+def test_runs_of_several_files_are_grouped_by_recipe_and_run_and_seeds_combined(
     tmp_path: Path,
 ) -> None:
     facts = [("cifar", "sgd", 0), ("cifar", "sgd", 1), ("cifar", "adam", 0), ("digits", "sgd", 0)]
@@ -54,7 +55,7 @@ def test_the_order_of_files_does_not_matter_and_one_named_twice_counts_once(tmp_
     assert there.seeds == back.seeds == (2, 10)
     assert there.curves(Series(), LOSS) == back.curves(Series(), LOSS)
     assert len(back.rows) == 4
-    assert files_of([*files, tmp_path / "." / "2.jsonl"]) == files
+    assert list(find_files([*files, tmp_path / "." / "2.jsonl"])) == files
 
 
 def test_old_rows_have_no_coefficients_and_no_names(tmp_path: Path) -> None:
@@ -69,7 +70,7 @@ def test_the_coefficients_of_a_sweep_say_nothing_of_its_raw_rows() -> None:
 
 def test_the_first_average_of_a_run_is_the_first_of_a_full_moment_not_the_shortest() -> None:
     rows = [row(1, 9), row(2, 8), row(2, 8, k=2), row(3, 7), row(3, 7, k=3), row(3, 7, k=2)]
-    assert Run("", "", tuple(rows)).series == (Series(), Series(3, "uniform"), UNIFORM)
+    assert Run("", "", tuple(rows)).series == (Series(), Series("averaged", 3, "uniform"), UNIFORM)
 
 
 def test_a_resumed_run_counts_as_it_went_on(tmp_path: Path) -> None:
@@ -81,9 +82,7 @@ def test_a_resumed_run_counts_as_it_went_on(tmp_path: Path) -> None:
 def test_two_files_that_differ_about_a_moment_are_refused(tmp_path: Path) -> None:
     one = write(tmp_path / "a.jsonl", [row(1, 9), row(2, 8)])
     other = write(tmp_path / "b.jsonl", [row(2, 7)])
-    with pytest.raises(
-        FormatError, match=r"a\.jsonl and .*b\.jsonl differ about step 20 of seed 0"
-    ):
+    with pytest.raises(FormatError, match=r"a\.jsonl and .*b\.jsonl disagree .* step 20 of seed 0"):
         load_runs([one, other])
     same = write(tmp_path / "c.jsonl", [row(2, 8), row(3, 7)])
     assert values(load_runs([one, same])[0], Series()) == (9, 8, 7)
@@ -98,7 +97,7 @@ def test_rows_of_a_sweep_stand_beside_those_of_its_run(tmp_path: Path) -> None:
     for files in ([a, b], [b, a]):
         [run] = load_runs(files)
         assert run.axes(Series()) == run.axes(UNIFORM) == ("epoch", "step", "seconds")
-        assert run.axes(Series(3, "uniform")) == ("epoch", "step")
+        assert run.axes(Series("averaged", 3, "uniform")) == ("epoch", "step")
 
 
 @pytest.mark.parametrize(
@@ -143,15 +142,15 @@ def test_numbers_that_are_not_finite_are_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"kind": "provenance"}\n', "no row of raw or averaged weights"),
-        ("", "no row of raw or averaged weights"),
+        ('{"kind": "provenance"}\n', "no row has `weights`"),
+        ("", "no row has `weights`"),
         ("weights: raw\n", "line 1: not a row of metrics"),
-        ('{"weights": "ema", "epoch": 1}\n', "line 1: weights are 'ema'"),
-        ('{"weights": "raw"}\n', "line 1: neither `epoch` nor `step`"),
+        ('{"weights": 3, "epoch": 1}\n', "line 1: `weights` is 3"),
+        ('{"weights": "raw"}\n', "line 1: .*neither `epoch` nor `step`"),
         ('{"weights": "raw", "epoch": "one"}\n', "`epoch` is 'one', not a number"),
         (
             '{"weights": "raw", "epoch": 1, "test_accuracy": 97.5}\n',
-            "`test_accuracy` is 97.5: accuracies are shares of 1, so divide percentages by 100",
+            "`test_accuracy` is 97.5.*divide percentages by 100",
         ),
         ('{"weights": "raw", "epoch": 1, "test_loss": "low"}\n', "`test_loss` is 'low', not a num"),
         ('{"weights": "raw", "epoch": 1, "train_seconds": []}\n', "`train_seconds` is .., not a "),
@@ -167,15 +166,38 @@ def test_what_is_not_metrics_is_refused_with_the_line(
         load_runs([file])
 
 
-def test_a_folder_without_metrics_names_what_else_is_there(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match=r"no metrics\.jsonl in this folder or below it\.$"):
+def test_a_folder_without_metrics_files_stands_for_its_other_files_of_rows(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"no metrics\.jsonl"):
         load_runs([tmp_path])
-    write(tmp_path / "rate-0.1.jsonl", [row(1, 9)])
-    with pytest.raises(FormatError, match=r"such as rate-0\.1\.jsonl"):
+    write(tmp_path / "raw.jsonl", [{"kind": "provenance"}])
+    with pytest.raises(FormatError, match=r"raw\.jsonl holds none"):
         load_runs([tmp_path])
+    write(tmp_path / "rate-0.1.jsonl", [row(1, 9, run="sgd"), row(2, 8, run="sgd")])
+    [alone] = load_runs([tmp_path])
+    assert (alone.name, values(alone, Series())) == ("sgd", (9, 8))
+    # The same seed with another value: only the name of the file tells the two apart.
+    write(tmp_path / "rate-0.2.jsonl", [row(1, 5, run="sgd")])
+    runs = load_runs([tmp_path])
+    assert [(run.name, values(run, Series())) for run in runs] == [
+        ("rate-0.1", (9, 8)),
+        ("rate-0.2", (5,)),
+    ]
+    write(tmp_path / "below/metrics.jsonl", [row(1, 4, run="adam")])
+    assert [run.name for run in load_runs([tmp_path])] == ["adam"]
 
 
-def test_the_last_word_of_a_name_says_which_way_is_better() -> None:
+def test_other_methods_are_series_of_their_own(tmp_path: Path) -> None:
+    rows = [row(1, 9), row(1, 8, k=2), row(1, 7, weights="ema")]
+    rows.append(row(1, 6, weights="ema", coefficients="decay:0.9"))
+    [run] = load_runs([write(tmp_path / "m.jsonl", rows)])
+    ema, decay = Series("ema"), Series("ema", coefficients="decay:0.9")
+    assert run.series == (Series(), UNIFORM, ema, decay)
+    assert [series.averaged for series in run.series] == [False, True, True, True]
+    assert [series.label for series in run.series] == ["raw", "k = 2", "ema", "ema, decay:0.9"]
+    assert values(run, ema) == (7,)
+
+
+def test_the_last_word_of_a_name_says_which_direction_is_better() -> None:
     names = ["val_accuracy", "loss", "train_loss", "valid_perplexity", "evaluate_seconds", "lossy"]
     found = [(metric.name, metric.better) for metric in metrics_of([dict.fromkeys(names, 1.0)])]
     assert found == [("loss", "lower"), ("valid_perplexity", "lower"), ("val_accuracy", "higher")]

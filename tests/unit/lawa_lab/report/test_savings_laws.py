@@ -1,18 +1,20 @@
-"""The meter against the plainest loops that say the same, on curves that nobody chose."""
+"""Savings against plain loops that compute the same, on random curves."""
 
 import random
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lawa_lab.report.curves import Metric
 from lawa_lab.report.runs import Run, Series
-from lawa_lab.report.savings import Comparison, Metric, compare_series
-from lawa_lab.report.summarising import summarise
+from lawa_lab.report.savings import Comparison, compare
+from lawa_lab.report.summary import summarise
 from torch_lawa.metrics import Row
 
 LOSS, ACCURACY = Metric("loss", "lower"), Metric("accuracy", "higher")
-RAW, MEAN = Series(), Series(2, "uniform")
+RAW, MEAN = Series(), Series("averaged", 2, "uniform")
 Points = dict[int, float | None]
 
 values = st.one_of(st.none(), st.integers(0, 8).map(float))
@@ -33,11 +35,11 @@ def rows_of(curves: dict[int, tuple[Points, Points]], metric: Metric) -> list[Ro
 
 def compared(rows: list[Row], metric: Metric, axis: Any = "epoch") -> Comparison:
     run = Run("toy", "sgd", tuple(rows))
-    return compare_series((run, RAW), (run, MEAN), metric, axis=axis)
+    return compare((run, RAW), (run, MEAN), metric, axis=axis)
 
 
-def naive_looks(own: Points, other: Points) -> Points:
-    """Between the first and the last look at the other, only where both were looked at."""
+def naive_shared(own: Points, other: Points) -> Points:
+    """Between the first and last evaluation of the other, only evaluations of both."""
     if not [e for e in own if e in other]:
         return own
     kept = {}
@@ -65,8 +67,8 @@ def naive_savings(
     """By seed, what was saved at a target; None where one of the two never reached it."""
     savings: dict[int, int | None] = {}
     for seed, (raw, averaged) in curves.items():
-        begin = naive_reach(naive_looks(averaged, raw), metric, target)
-        end = naive_reach(naive_looks(raw, averaged), metric, target)
+        begin = naive_reach(naive_shared(averaged, raw), metric, target)
+        end = naive_reach(naive_shared(raw, averaged), metric, target)
         savings[seed] = None if begin is None or end is None else end - begin
     return savings
 
@@ -77,10 +79,15 @@ def test_the_saving_at_a_target_is_what_two_loops_find(
 ) -> None:
     saving = compared(rows_of(curves, metric), metric).saving_at(target)
     expected = naive_savings(curves, metric, target)
-    assert {reach.seed: reach.saved for reach in saving.reaches} == expected
+    assert {seed.seed: seed.saved for seed in saving.by_seed} == expected
     both = [saved for saved in expected.values() if saved is not None]
-    assert saving.saved == (sum(both) / len(both) if both else None)
-    assert saving.spread == ((min(both), max(both)) if both else None)
+    assert saving.num_both == len(both)
+    if both:
+        assert saving.epochs is not None
+        found = saving.epochs.saved
+        assert (found.mean, found.low, found.high) == (sum(both) / len(both), min(both), max(both))
+    else:
+        assert saving.epochs is None
 
 
 @given(seeds, metrics)
@@ -88,7 +95,7 @@ def test_the_headline_is_the_longest_of_all_that_every_seed_has(
     curves: dict[int, tuple[Points, Points]], metric: Metric
 ) -> None:
     longest, at = 0.0, None
-    reached = {v for raw, mean in curves.values() for v in naive_looks(mean, raw).values()}
+    reached = {v for raw, mean in curves.values() for v in naive_shared(mean, raw).values()}
     for target in sorted(v for v in reached if v is not None):
         saved = list(naive_savings(curves, metric, target).values())
         if None in saved:
@@ -98,7 +105,7 @@ def test_the_headline_is_the_longest_of_all_that_every_seed_has(
         if mean > longest or (mean == longest > 0 and harder):
             longest, at = mean, target
     headline = compared(rows_of(curves, metric), metric).headline
-    assert (headline.saved if headline else 0.0) == longest
+    assert (headline.epochs.saved.mean if headline and headline.epochs else 0.0) == longest
     assert (headline.target if headline else None) == at
 
 
@@ -107,10 +114,16 @@ def test_nothing_lies_between_the_targets_of_the_whole_curve(
     curves: dict[int, tuple[Points, Points]], metric: Metric, target: float
 ) -> None:
     comparison = compared(rows_of(curves, metric), metric)
-    harder = [s for s in comparison.savings if metric.reaches(s.reaches[0].target, target)]
-    found = [(r.baseline_at, r.averaged_at) for r in comparison.saving_at(target).reaches]
+    curve = comparison.curve
+    harder = [place for place, at in enumerate(curve.target) if metric.reaches(at, target)]
+    saving = comparison.saving_at(target)
+    found = [(seed.baseline_at, seed.averaged_at) for seed in saving.by_seed]
     if harder:  # from easy to hard: the first is the next
-        assert found == [(r.baseline_at, r.averaged_at) for r in harder[0].reaches]
+        at_next = comparison.saving_at(curve.target[harder[0]])
+        assert found == [(seed.baseline_at, seed.averaged_at) for seed in at_next.by_seed]
+        saved = saving.epochs.saved.mean if saving.epochs else None
+        assert saved == curve.saved[harder[0]]
+        assert saving.num_both == curve.num_both[harder[0]]
     else:
         assert found == [(None, None)] * len(found)
 
@@ -123,11 +136,10 @@ def test_the_order_of_rows_and_seeds_does_not_matter(
     shuffled = luck.sample(rows, len(rows))
     one, other = compared(rows, metric), compared(shuffled, metric)
     assert one == other
-    assert one.savings == other.savings
+    assert one.curve == other.curve
     renamed = dict(zip(curves, luck.sample(list(curves), len(curves)), strict=True))
     moved = compared([{**row, "seed": renamed[row["seed"]]} for row in rows], metric)
-    assert [s.saved for s in moved.savings] == [s.saved for s in one.savings]
-    assert [s.sd for s in moved.savings] == [s.sd for s in one.savings]
+    assert moved.curve == one.curve
 
 
 @settings(max_examples=50)
@@ -159,13 +171,15 @@ def test_all_axes_tell_of_the_same_two_moments(
     curves: dict[int, tuple[Points, Points]], metric: Metric, target: int
 ) -> None:
     rows = rows_of(curves, metric)
-    epochs, steps, seconds = (
-        compared(rows, metric, axis).saving_at(target) for axis in ("epoch", "step", "seconds")
-    )
-    for by_epoch, by_step, by_second in zip(
-        epochs.reaches, steps.reaches, seconds.reaches, strict=True
-    ):
+    epochs, steps = (compared(rows, metric, axis).saving_at(target) for axis in ("epoch", "step"))
+    for by_epoch, by_step in zip(epochs.by_seed, steps.by_seed, strict=True):
         for name in ("baseline_at", "averaged_at"):
             epoch = getattr(by_epoch, name)
             assert getattr(by_step, name) == (None if epoch is None else 7 * epoch)
-            assert getattr(by_second, name) == (None if epoch is None else 10.0 * epoch)
+    for unit, amount in ((1, epochs.epochs), (7, epochs.steps), (10, epochs.seconds)):
+        both = [seed for seed in epochs.by_seed if seed.saved is not None]
+        assert (amount is None) == (not both)
+        for name in ("baseline_at", "averaged_at", "saved"):
+            if amount is not None:
+                mean = unit * sum(getattr(seed, name) for seed in both) / len(both)
+                assert getattr(amount, name).mean == pytest.approx(mean)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_lawa.capacity.estimate import Bytes, Run, cost_of, parse_count
+from torch_lawa.capacity.estimate import Sizes, TrainingRun, cost_of, parse_count
 from torch_lawa.capacity.machine import RECORD, Machine, constants
 from torch_lawa.errors import ConfigError
 
@@ -19,7 +19,7 @@ RESNET, ROBERTA = 21_328_292, 124_697_433
 counts = st.integers(1, 10**12)
 nodes = st.integers(1, 512)
 runs = st.builds(
-    lambda nodes, **rest: Run(gpus=8 * nodes, **rest),
+    lambda nodes, **rest: TrainingRun(gpus=8 * nodes, **rest),
     params=counts,
     nodes=nodes,
     k=st.integers(1, 64),
@@ -32,7 +32,7 @@ runs = st.builds(
 )
 
 
-def replace(run: Run, **change: Any) -> Run:
+def replace(run: TrainingRun, **change: Any) -> TrainingRun:
     return dataclasses.replace(run, **change)
 
 
@@ -61,16 +61,16 @@ def test_what_is_no_number_of_parameters(text: str) -> None:
 
 def test_host_memory_by_hand() -> None:
     """70e9 / 512 = 136,718,750 values a GPU, 4 bytes each."""
-    cost = cost_of(Run(params=70 * 10**9, gpus=512, nu=100, step_seconds=4.0))
-    assert cost.snapshot == Bytes(546_875_000, 4_375_000_000, 280 * 10**9)
-    assert cost.window == Bytes(3_281_250_000, 26_250_000_000, 1_680 * 10**9)
+    cost = cost_of(TrainingRun(params=70 * 10**9, gpus=512, nu=100, step_seconds=4.0))
+    assert cost.snapshot == Sizes(546_875_000, 4_375_000_000, 280 * 10**9)
+    assert cost.window == Sizes(3_281_250_000, 26_250_000_000, 1_680 * 10**9)
     assert cost.gpu_training == 4 * 546_875_000
-    assert (cost.gpu_added, cost.gpu_lent) == (546_875_000, 0)  # the staging memory is idle then
+    assert (cost.gpu_added, cost.gpu_swapped) == (546_875_000, 0)  # the staging memory is idle then
     assert cost.gpu_left == 80 * 2**30 - 5 * 546_875_000
     assert cost.host == cost.window
     assert cost.host_result == cost.snapshot
     assert cost.host_peak == 30_625_000_000
-    assert cost.disk == Bytes(0, 0, 0)
+    assert cost.disk == Sizes(0, 0, 0)
     assert cost.collect_seconds == pytest.approx(0.003)
     assert cost.stream_seconds == pytest.approx(2 * 546.875e6 / 2970e9)
     assert cost.behind_seconds == pytest.approx(546.875e6 / 55e9)  # 9.9 ms
@@ -86,7 +86,7 @@ def test_host_memory_by_hand() -> None:
 def test_disk_by_hand() -> None:
     """70e9 / 64 = 1,093,750,000 values a GPU; bfloat16 files; 8 GPUs share 5 GB/s."""
     cost = cost_of(
-        Run(
+        TrainingRun(
             params=70 * 10**9,
             gpus=64,
             store="disk",
@@ -97,7 +97,7 @@ def test_disk_by_hand() -> None:
     )
     assert cost.snapshot.gpu == 2_187_500_000
     assert cost.gpu_added == 2_187_500_000  # stored bytes on their way
-    assert cost.gpu_lent == 2_187_500_000  # to the weights as they are
+    assert cost.gpu_swapped == 2_187_500_000  # to the weights as they are
     assert cost.host.gpu == 2_187_500_000
     assert cost.host_result.gpu == 4_375_000_000
     assert cost.disk.node == 7 * 8 * 2_187_500_000
@@ -110,7 +110,7 @@ def test_disk_by_hand() -> None:
 
 
 def test_device_by_hand() -> None:
-    cost = cost_of(Run(params=8 * 10**9, gpus=8, k=3, store="device"))
+    cost = cost_of(TrainingRun(params=8 * 10**9, gpus=8, k=3, store="device"))
     assert cost.gpu_added == 12 * 10**9
     assert (cost.host.node, cost.host_result.node, cost.behind_seconds) == (0, 0, 0)
     assert (cost.lock_seconds, cost.num_locked) == (0, 0)
@@ -118,29 +118,29 @@ def test_device_by_hand() -> None:
 
 
 def test_under_ddp_every_rank_holds_everything_and_one_saves() -> None:
-    cost = cost_of(Run(params=10**9, gpus=16, sharding="ddp"))
-    assert cost.window == Bytes(24 * 10**9, 192 * 10**9, 384 * 10**9)
+    cost = cost_of(TrainingRun(params=10**9, gpus=16, sharding="ddp"))
+    assert cost.window == Sizes(24 * 10**9, 192 * 10**9, 384 * 10**9)
     assert cost.saved_by_sharing == 168 * 10**9
     assert cost.checkpoint_plain == 12 * 10**9
     assert cost.checkpoint_window == 24 * 10**9
     assert cost.checkpoint_seconds == pytest.approx(4.8)
-    assert cost_of(Run(params=10**9, gpus=16)).saved_by_sharing == 0
+    assert cost_of(TrainingRun(params=10**9, gpus=16)).saved_by_sharing == 0
 
 
 def test_the_constants_give_back_what_was_measured() -> None:
     """Four swaps at k = 6 within 3 %, and the copy on the GPU of the larger model."""
-    record = Path(__file__).parents[3] / RECORD / "raw.jsonl"
+    record = Path(__file__).parents[4] / RECORD / "raw.jsonl"
     rows = [json.loads(line) for line in record.read_text().splitlines()]
     swaps = [row for row in rows if row["kind"] == "swap"]
     assert len(swaps) == 4
     for row in swaps:
         params = ROBERTA if row["model"] == "RoBERTa-Base" else RESNET
-        cost = cost_of(Run(params=params, gpus=1, gpus_per_node=1, store=row["store"]))
+        cost = cost_of(TrainingRun(params=params, gpus=1, gpus_per_node=1, store=row["store"]))
         assert cost.read_seconds == pytest.approx(median(row["seconds"]), rel=0.03)
     copy = next(
         row for row in rows if row.get("act", "").startswith("device") and "RoB" in row["model"]
     )
-    cost = cost_of(Run(params=ROBERTA, gpus=1, gpus_per_node=1))
+    cost = cost_of(TrainingRun(params=ROBERTA, gpus=1, gpus_per_node=1))
     assert cost.stream_seconds == pytest.approx(median(copy["stream_s"]), rel=0.01)
     locks = [row["copy_s"] for row in rows if row["kind"] == "pinning"]
     assert [0.5 / median(times) for times in locks] == pytest.approx([55, 55], rel=0.01)
@@ -162,7 +162,7 @@ def test_every_constant_has_a_source() -> None:
 
 
 @given(runs)
-def test_the_window_is_k_snapshots_everywhere(run: Run) -> None:
+def test_the_window_is_k_snapshots_everywhere(run: TrainingRun) -> None:
     cost = cost_of(run)
     for size in (cost.snapshot, cost.window, cost.host, cost.disk):
         assert size.node == 8 * size.gpu
@@ -175,7 +175,7 @@ def test_the_window_is_k_snapshots_everywhere(run: Run) -> None:
         assert 0 <= cost.snapshot.total - run.params * width < run.gpus * width
 
 
-def sizes(run: Run) -> list[float]:
+def sizes(run: TrainingRun) -> list[float]:
     cost = cost_of(run)
     return [
         cost.snapshot.gpu,
@@ -195,7 +195,7 @@ def never_more(less: list[float], more: list[float]) -> bool:
 
 
 @given(runs, st.integers(2, 8))
-def test_more_gpus_never_cost_more_a_gpu(run: Run, times: int) -> None:
+def test_more_gpus_never_cost_more_a_gpu(run: TrainingRun, times: int) -> None:
     wider = replace(run, gpus=run.gpus * times)
     assert never_more(sizes(wider), sizes(run))
     if run.sharding == "ddp":
@@ -203,7 +203,9 @@ def test_more_gpus_never_cost_more_a_gpu(run: Run, times: int) -> None:
 
 
 @given(runs, st.integers(1, 64))
-def test_a_longer_window_never_costs_less_and_collecting_never_more(run: Run, more: int) -> None:
+def test_a_longer_window_never_costs_less_and_collecting_never_more(
+    run: TrainingRun, more: int
+) -> None:
     longer = replace(run, k=run.k + more)
     assert never_more(sizes(run), sizes(longer))
     assert cost_of(longer).behind_seconds == cost_of(run).behind_seconds
@@ -211,7 +213,7 @@ def test_a_longer_window_never_costs_less_and_collecting_never_more(run: Run, mo
 
 
 @given(runs)
-def test_narrower_snapshots_never_cost_more(run: Run) -> None:
+def test_narrower_snapshots_never_cost_more(run: TrainingRun) -> None:
     wide, narrow = replace(run, storage_dtype=None), replace(run, storage_dtype="bfloat16")
     assert never_more(sizes(narrow), sizes(wide))
     if run.dtype == "float32":
@@ -221,7 +223,7 @@ def test_narrower_snapshots_never_cost_more(run: Run) -> None:
 
 
 @given(runs)
-def test_faster_links_never_take_longer(run: Run) -> None:
+def test_faster_links_never_take_longer(run: TrainingRun) -> None:
     fast = replace(run, machine=Machine(pcie_gbs=110, disk_gbs=10, device_gbs=6000))
     assert never_more(sizes(fast), sizes(run))
 
@@ -238,14 +240,14 @@ def test_faster_links_never_take_longer(run: Run) -> None:
         ({"sharding": "zero"}, "choose one of 'fsdp', 'ddp'"),
         ({"storage_dtype": "float8"}, "choose one of 'bfloat16', 'float16'"),
         ({"storage_dtype": "float32"}, "as wide as the weights"),
-        ({"storage_dtype": "float32", "dtype": "bfloat16"}, "wider than the weights.*leave it out"),
+        ({"storage_dtype": "float32", "dtype": "bfloat16"}, "wider than the weights"),
         ({"step_seconds": 0.0}, "step_seconds"),
         ({"step_seconds": float("nan")}, "step_seconds"),
     ],
 )
 def test_what_cannot_be_planned(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Run(**{"params": 10**9, "gpus": 8, **change})
+        TrainingRun(**{"params": 10**9, "gpus": 8, **change})
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,16 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from torch_lawa.checkpoints.storage.byte_sources import ReadSource
-from torch_lawa.checkpoints.storage.paths import LocalPlace
+from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import FormatError, OutputError
-from torch_lawa.offline import average, average_checkpoints, plan_average, sweep
+from torch_lawa.offline import (
+    AverageOptions,
+    average,
+    average_checkpoints,
+    plan_average,
+    run_average,
+    sweep,
+)
 
 OLD, NEW = np.full(1000, 1.0, np.float32), np.full(1000, 5.0, np.float32)
 
@@ -55,14 +62,14 @@ def write_in_place(path: Path) -> None:
 def test_written_to_while_read(run: Path, tmp_path: Path, meanwhile: Any) -> None:
     meanwhile(lambda: write_in_place(run / "step-1.safetensors"))
     out = tmp_path / "mean.safetensors"
-    with pytest.raises(FormatError, match=r"step-1.*was written to while it was read"):
-        average_checkpoints(plan_average(run, out, last=2))
+    with pytest.raises(FormatError, match=r"step-1.*written to while"):
+        average_checkpoints(run, out, last=2)
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
 def test_written_to_during_a_sweep(run: Path, tmp_path: Path, meanwhile: Any) -> None:
     meanwhile(lambda: write_in_place(run / "step-2.safetensors"))
-    with pytest.raises(FormatError, match=r"step-2.*was written to while it was read"):
+    with pytest.raises(FormatError, match=r"step-2.*written to while"):
         sweep.run_sweep(sweep.plan_sweep(run, [2]), output=tmp_path / "out")
     assert not any((tmp_path / "out").iterdir())
 
@@ -77,7 +84,7 @@ def test_replaced_or_deleted_it_was_read_as_it_had_been(
     run: Path, tmp_path: Path, meanwhile: Any, act: Callable[[Path], None]
 ) -> None:
     meanwhile(lambda: act(run))
-    average_checkpoints(plan_average(run, tmp_path / "mean.safetensors", last=2))
+    average_checkpoints(run, tmp_path / "mean.safetensors", last=2)
     assert (load_file(tmp_path / "mean.safetensors")["w"] == 3.0).all()
 
 
@@ -96,11 +103,11 @@ def test_another_process_was_quicker(
     plan = plan_average(run, out, last=2, overwrite=overwrite)
     meanwhile(write_theirs)
     if overwrite:
-        average_checkpoints(plan)
+        run_average(plan)
         assert (load_file(theirs)["w"] == 3.0).all()
     else:
-        with pytest.raises(OutputError, match="by another process meanwhile"):
-            average_checkpoints(plan)
+        with pytest.raises(OutputError, match="another process"):
+            run_average(plan)
         assert (load_file(theirs)["theirs"] == OLD).all()
     assert {p.name for p in tmp_path.iterdir()} == {"run", name}
 
@@ -122,7 +129,7 @@ def test_a_device_or_a_link_to_nowhere_is_not_replaced(
 def test_a_file_that_is_cut_off_is_an_error_rather_than_the_end(tmp_path: Path) -> None:
     path = tmp_path / "bytes"
     path.write_bytes(bytes(range(200)) * 100)
-    source = LocalPlace(tmp_path, mapped=False).child("bytes").open()
+    source = LocalPath(tmp_path, mapped=False).child("bytes").open()
     assert isinstance(source, ReadSource)
     assert source.size == 20_000
     assert source.view(195, 205).tolist() == [195, 196, 197, 198, 199, 0, 1, 2, 3, 4]
@@ -138,7 +145,11 @@ def test_the_key_is_part_of_what_a_result_was_made_of(tmp_path: Path) -> None:
         torch.save(weights, tmp_path / f"step-{step}.pt")
     out = tmp_path / "out"
     for _ in range(2):  # the second finds what the first made
-        sweep.run_sweep(sweep.plan_sweep(tmp_path, [2], key="ema"), output=out)
+        sweep.run_sweep(
+            sweep.plan_sweep(tmp_path, [2], options=AverageOptions(key="ema")), output=out
+        )
     with pytest.raises(OutputError, match="is not the mean of these checkpoints"):
-        sweep.run_sweep(sweep.plan_sweep(tmp_path, [2], key="model"), output=out)
+        sweep.run_sweep(
+            sweep.plan_sweep(tmp_path, [2], options=AverageOptions(key="model")), output=out
+        )
     assert (load_file(out / "step-2-k-2.safetensors")["w"] == 0).all()

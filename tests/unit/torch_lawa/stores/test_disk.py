@@ -164,7 +164,7 @@ def test_damage_is_found_on_opening(tmp_path: Path, damage: str) -> None:
         text = json.loads(manifest.read_text())
         text["snapshots"][0]["file"] = "../outside.safetensors"
         manifest.write_text(json.dumps(text))
-    with pytest.raises(StoreError, match=r"not there|damaged|other tensors"):
+    with pytest.raises(StoreError, match=r"missing|damaged|other tensors"):
         LatestWeightAverager(k=3, store=DiskStore(tmp_path))
     assert manifest.exists()  # nothing was thrown away
 
@@ -265,7 +265,7 @@ def test_forked_processes_neither_write_nor_keep_the_folder(tmp_path: Path) -> N
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     refused, found = done.stdout.splitlines() or [done.stderr, ""]
     assert refused.startswith("StoreError")
-    assert "this process was forked from the one that owns the window" in refused
+    assert "forked" in refused
     assert found == "[1.5, 1.5, 1.5, 1.5]"
 
 
@@ -276,9 +276,9 @@ def test_a_store_is_that_of_one_averager(tmp_path: Path) -> None:
     first.collect(state)
     second = LatestWeightAverager(k=1, store=store)  # takes over
     second.collect({"w": torch.zeros(4)})
-    with pytest.raises(ConfigError, match="was given to another one since"):
+    with pytest.raises(ConfigError, match="store of its own"):
         first.collect(state)
-    with pytest.raises(ConfigError, match="was given to another one since"):
+    with pytest.raises(ConfigError, match="store of its own"):
         first.average()
     assert second.average()["w"].tolist() == [0.0] * 4
 

@@ -1,7 +1,5 @@
 """Several ranks on one folder, played through in one process: what all have, and nothing else."""
 
-import gc
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -49,7 +47,7 @@ def test_snapshots_that_were_taken_again_are_others() -> None:
 def test_ranks_too_far_apart_are_refused() -> None:
     with pytest.raises(StoreError, match=r"rank 0: steps 4 to 9, rank 1: steps 3 to 6"):
         agree([report(3, 4, 5, 6, 7, 8), report(2, 3, 4, 5)], Path("window"))
-    with pytest.raises(StoreError, match=r"rank 0: steps 4 to 6, rank 1: none.*lost"):
+    with pytest.raises(StoreError, match=r"rank 0: steps 4 to 6, rank 1: none"):
         agree([report(3, 4, 5), report(began=0, age=0, run=0)], Path("window"))
 
 
@@ -60,7 +58,7 @@ def test_all_begin_anew_where_one_had() -> None:
 
 
 def test_a_rank_in_trouble_stops_all() -> None:
-    with pytest.raises(StoreError, match="rank 1 cannot take over its window: it is damaged"):
+    with pytest.raises(StoreError, match=r"rank 1 .*it is damaged"):
         agree([report(3, 4, 5), "it is damaged"], Path("window"))
 
 
@@ -256,14 +254,14 @@ def test_windows_of_other_numbers_of_ranks_are_refused(tmp_path: Path) -> None:
     averager = LatestWeightAverager(k=2, store=DiskStore(tmp_path / "one"))
     averager.collect({"w": torch.ones(3)})
     averager.wait()
-    with pytest.raises(StoreError, match=r"window of one process and this run has 2 processes"):
+    with pytest.raises(StoreError, match=r"one process.* 2 processes"):
         Ranks(0, 2).refuse_other_windows(tmp_path / "one")
     (tmp_path / "four").mkdir()
     Ranks(3, 4).folder(tmp_path / "four").mkdir()
     Ranks(0, 1).refuse_other_windows(tmp_path / "four")  # nothing was collected there
     shutil.copytree(tmp_path / "one", tmp_path / "four" / "rank-00002-of-00004")
     Ranks(0, 4).refuse_other_windows(tmp_path / "four")
-    with pytest.raises(StoreError, match=r"window of 4 processes and this run has one process"):
+    with pytest.raises(StoreError, match=r"4 processes.* one process"):
         LatestWeightAverager(k=2, store=DiskStore(tmp_path / "four"))
 
 
@@ -275,26 +273,3 @@ def test_an_averager_in_one_process_of_several(
     averager.collect({"w": torch.ones(3)})
     averager.wait()
     assert (tmp_path / "manifest.json").exists()
-
-
-def test_a_window_written_before_ranks_were_kept_apart(tmp_path: Path) -> None:
-    averager = LatestWeightAverager(k=2, store=DiskStore(tmp_path))
-    for value in (1.0, 2.0, 4.0):
-        averager.collect({"w": torch.full((3,), value), "n": torch.tensor(int(value))})
-    averager.wait()
-    del averager
-    gc.collect()
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    newest = manifest["snapshots"][-1]
-    old = {key: manifest[key] for key in ("serial", "averaged", "kept")}
-    old |= {"format": 1, "kept_file": newest["kept_file"], "notes": newest["notes"]}
-    old["snapshots"] = [
-        {key: row[key] for key in ("index", "step", "file")} for row in manifest["snapshots"]
-    ]
-    (tmp_path / "manifest.json").write_text(json.dumps(old))
-    again = LatestWeightAverager(k=2, store=DiskStore(tmp_path))
-    assert again.num_collected == 3
-    assert again.average()["w"].tolist() == [3.0] * 3
-    assert again.average()["n"].item() == 4
-    again.collect({"w": torch.full((3,), 8.0), "n": torch.tensor(8)})
-    assert again.average()["w"].tolist() == [6.0] * 3

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from torch_lawa.stores import memory
-from torch_lawa.stores.base import Buffer, Content, Entry, Group, Layout, Snapshot
+from torch_lawa.stores.base import Buffer, Content, FlatEntry, FlatGroup, FlatLayout, Snapshot
 from torch_lawa.stores.memory import DeviceStore, HostStore
 
 
-def layout(device: str) -> Layout:
-    entry = Entry("w", torch.Size([4]), (1,), 0, 4)
-    return Layout((Group(torch.device(device), torch.float32, torch.float32, 4, (entry,)),))
+def layout(device: str) -> FlatLayout:
+    entry = FlatEntry("w", torch.Size([4]), (1,), 0, 4)
+    return FlatLayout((FlatGroup(torch.device(device), torch.float32, torch.float32, 4, (entry,)),))
 
 
 def test_memory_that_cannot_be_locked_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,9 +23,9 @@ def test_memory_that_cannot_be_locked_is_a_warning(monkeypatch: pytest.MonkeyPat
     dropped: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    monkeypatch.setattr(memory, "_drop_last_error", dropped.append)
-    with pytest.warns(UserWarning, match=r"CUDA error 2.*collect will hold the caller"):
-        memory._page_lock(torch.zeros(4), torch.device("cuda:1"))
+    monkeypatch.setattr(memory, "_clear_last_error", dropped.append)
+    with pytest.warns(UserWarning, match=r"CUDA error 2.*collect will block"):
+        memory._pin(torch.zeros(4), torch.device("cuda:1"))
     assert dropped == [torch.device("cuda:1")]  # else the next kernel is blamed for it
 
 
@@ -35,14 +35,14 @@ def test_a_window_loaded_before_the_model_was_seen_is_locked_when_it_is_on_a_gpu
     """Else every collect after a resume would hold the caller until the copy is done."""
     locked: list[tuple[int, torch.device]] = []
     monkeypatch.setattr(
-        memory, "_page_lock", lambda flat, device: locked.append((flat.data_ptr(), device))
+        memory, "_pin", lambda flat, device: locked.append((flat.data_ptr(), device))
     )
     store = HostStore()
-    store.open(layout("cpu"), Layout(()), k=3)
+    store.open(layout("cpu"), FlatLayout(()), k=3)
     for i in range(2):
         store.put(Content(Snapshot(i, i), {"w": torch.full((4,), float(i))}, {}), {})
     assert not locked
-    store.retarget(layout("cuda:0"), Layout(()))
+    store.retarget(layout("cuda:0"), FlatLayout(()))
     expected = {store.flats(s)[0].data_ptr() for s in store.snapshots}
     assert {address for address, _ in locked} == expected
     assert {device for _, device in locked} == {torch.device("cuda:0")}
@@ -78,7 +78,7 @@ def test_a_window_on_a_gpu_is_ordered_over_streams(monkeypatch: pytest.MonkeyPat
     class Buffer:
         flat, home = Flat(), None
 
-        def __init__(self, group: Group) -> None:
+        def __init__(self, group: FlatGroup) -> None:
             Buffer.home = current[0]
 
         def fill(self, tensors: object) -> None:
@@ -89,7 +89,7 @@ def test_a_window_on_a_gpu_is_ordered_over_streams(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
     monkeypatch.setattr(memory, "Buffer", Buffer)
     store = DeviceStore()
-    store.open(layout("cuda:0"), Layout(()), k=1)
+    store.open(layout("cuda:0"), FlatLayout(()), k=1)
     store.put(Content(Snapshot(0, 0), {}, {}), {})
     assert told == ["copy on first"]
     current[0] = second
@@ -118,9 +118,9 @@ def test_idle_staging_memory_goes_to_one_swap_at_a_time(monkeypatch: pytest.Monk
     monkeypatch.setattr(memory.Stage, "_stream", lambda *_: Stream("ours"))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     [wide] = layout("cpu").groups
-    entry = Entry("half", torch.Size([4]), (1,), 0, 4)
-    narrow = Group(wide.device, torch.float32, torch.bfloat16, 4, (entry,))
-    stage = memory.Stage(Layout((wide, narrow)))
+    entry = FlatEntry("half", torch.Size([4]), (1,), 0, 4)
+    narrow = FlatGroup(wide.device, torch.float32, torch.bfloat16, 4, (entry,))
+    stage = memory.Stage(FlatLayout((wide, narrow)))
     first = {i: Buffer(group) for i, group in enumerate((wide, narrow))}
     stage._staging = dict(first)
     monkeypatch.setattr(stage, "wait", lambda: told.append("caller waits"))

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from support.layouts import hugging_face, make, names
 
-from torch_lawa.checkpoints.find.select import Found, discover
-from torch_lawa.checkpoints.storage.paths import LocalPlace, Place
+from torch_lawa.checkpoints.find.select import FoundCheckpoint, find_checkpoints
+from torch_lawa.checkpoints.storage.paths import LocalPath, Location
 
 # layout -> files, what is found (oldest first), ordered by, what the notes speak of
 RUNS: dict[str, tuple[list[str], list[str], str, list[str]]] = {
@@ -132,7 +132,7 @@ RUNS: dict[str, tuple[list[str], list[str], str, list[str]]] = {
 @pytest.mark.parametrize("layout", RUNS)
 def test_a_run_is_expanded(tmp_path: Path, layout: str) -> None:
     files, expected, ordered_by, spoken_of = RUNS[layout]
-    found = discover([make(tmp_path, files)])
+    found = find_checkpoints([make(tmp_path, files)])
     assert names(found, tmp_path) == expected
     assert (found.ordered_by, found.is_run) == (ordered_by, True)
     notes = "\n".join(found.notes)
@@ -177,11 +177,11 @@ def test_a_folder_that_is_one_checkpoint(
     """Its own name is a step's, so that the (empty) files are not opened."""
     files, expected = ONE[layout]
     folder = make(tmp_path / "step-7", files)
-    found = discover([folder])
-    assert found.found == (Found(LocalPlace(folder / expected), 7, None),)
+    found = find_checkpoints([folder])
+    assert found.found == (FoundCheckpoint(LocalPath(folder / expected), 7, None),)
     assert (found.ordered_by, found.is_run) == ("step", False)
     monkeypatch.chdir(folder)
-    assert discover(["."]).found[0].step == 7
+    assert find_checkpoints(["."]).found[0].step == 7
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_folder_that_is_one_checkpoint(
         (["model.safetensors.index.json", "model-00001-of-00001.safetensors"], []),
         (
             ["model.safetensors", "model_0500.safetensors"],
-            ["{}: taken as one checkpoint (model.safetensors); not looked at: "
+            ["{}: taken as one checkpoint (model.safetensors); ignored: "
              "model_0500.safetensors"],
         ),
         (["ckpt.pt"], ["{}: taken as one checkpoint, {}/ckpt.pt"]),
@@ -208,12 +208,12 @@ def test_a_folder_that_is_one_checkpoint(
 )  # fmt: skip
 def test_what_is_taken_as_one_is_noted(tmp_path: Path, files: list[str], notes: list[str]) -> None:
     folder = make(tmp_path / "step-7", files)
-    assert list(discover([folder]).notes) == [n.replace("{}", str(folder)) for n in notes]
+    assert list(find_checkpoints([folder]).notes) == [n.replace("{}", str(folder)) for n in notes]
 
 
 def test_what_lies_beside_the_run_is_noted(tmp_path: Path) -> None:
     make(tmp_path, ["checkpoints/step-9.pt", "final.pt"])
-    assert discover([tmp_path]).notes == (
+    assert find_checkpoints([tmp_path]).notes == (
         f"left out: {tmp_path}/final.pt (not in {tmp_path}/checkpoints)",
     )
 
@@ -223,14 +223,14 @@ def test_a_folder_that_cannot_be_listed_is_left_out(
 ) -> None:
     """Not ours to read, or deleted by the run while we look."""
     make(tmp_path, ["step-1.pt", "lost+found/"])
-    children = LocalPlace.children
+    children = LocalPath.children
 
-    def listed(place: LocalPlace) -> list[Place]:
-        if place.name == "lost+found":
+    def listed(location: LocalPath) -> list[Location]:
+        if location.name == "lost+found":
             raise PermissionError(13, "Permission denied")
-        return children(place)
+        return children(location)
 
-    monkeypatch.setattr(LocalPlace, "children", listed)
-    assert discover([tmp_path]).notes == (
+    monkeypatch.setattr(LocalPath, "children", listed)
+    assert find_checkpoints([tmp_path]).notes == (
         "left out: lost+found (cannot be listed: Permission denied)",
     )

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 from support.layouts import hugging_face, make
 
-from torch_lawa.checkpoints.find.select import discover
+from torch_lawa.checkpoints.find.select import find_checkpoints
 from torch_lawa.errors import FormatError
 
 REFUSED: dict[str, tuple[list[str], str]] = {
-    "nothing": ([], "no checkpoint here or one folder down; looked for model.safetensors"),
+    "nothing": ([], "no checkpoint here or one folder down; looked for .*model.safetensors"),
     "DeepSpeed": (
         ["global_step500/mp_rank_00_model_states.pt", "latest", "zero_to_fp32.py",
          "global_step500/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"],
-        r"global_step500 \(a DeepSpeed checkpoint, which is not supported: its zero_to_fp32.py",
+        r"global_step500 \(a DeepSpeed checkpoint, which is not supported.*zero_to_fp32.py",
     ),
     "one of DeepSpeed": (["mp_rank_00_model_states.pt"], "run: a DeepSpeed checkpoint"),
     "Trainer with DeepSpeed and no weights": (
@@ -27,25 +27,25 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "Diffusers": (
         ["model_index.json", "text_encoder/model.safetensors", "text_encoder_2/model.safetensors"],
-        "a pipeline of Diffusers.* give the sub-folder",
+        "a Diffusers pipeline.* give the sub-folder",
     ),
     "shards without an index": (
         ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
-        r"found model-00001-of-00002.safetensors, .*with its index",
+        r"found model-00001-of-00002.safetensors, .*the index",
     ),
     "several runs": (
         [f"{run}/step-{n}.pt" for run in ("a", "b") for n in (1, 2)],
-        r"run: holds folders with several checkpoints each \(a, b\)\. Give one of these",
+        r"run: its sub-folders are runs \(a, b\)\. Give one",
     ),
     "several runs of the Trainer": (
         [*hugging_face("a", "b"), *hugging_face("a/checkpoint-1", "b/checkpoint-1")],
-        r"run: holds folders with several checkpoints each \(a, b\)\. Give one of these",
+        r"run: its sub-folders are runs \(a, b\)\. Give one",
     ),
     "several runs, and a file": (
         ["best.pt", *(f"{run}/step-{n}.pt" for run in ("a", "b") for n in (1, 2))],
-        r"several checkpoints each \(a, b\)",
+        r"are runs \(a, b\)",
     ),
-    "a run further down": (["x/a/step-1.pt", "x/a/step-2.pt"], r"several checkpoints each \(x\)"),
+    "a run further down": (["x/a/step-1.pt", "x/a/step-2.pt"], r"are runs \(x\)"),
     "DeepSpeed, in a folder": (
         ["checkpoints/global_step500/mp_rank_00_model_states.pt"],
         r"run/checkpoints: .*global_step500 \(a DeepSpeed checkpoint",
@@ -69,10 +69,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("layout", REFUSED)
-def test_what_cannot_be_read_is_refused_with_the_way_out(tmp_path: Path, layout: str) -> None:
+def test_unsupported_folders_are_refused_with_advice(tmp_path: Path, layout: str) -> None:
     files, message = REFUSED[layout]
     folder = tmp_path / "run"
     folder.mkdir()
     make(folder, files)
     with pytest.raises(FormatError, match=message):
-        discover([folder])
+        find_checkpoints([folder])

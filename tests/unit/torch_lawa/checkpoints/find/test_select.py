@@ -5,14 +5,15 @@ from pathlib import Path
 import pytest
 from support.layouts import save
 
-from torch_lawa.checkpoints.find.select import Discovery, Found, discover, select
-from torch_lawa.checkpoints.storage.paths import LocalPlace
+from torch_lawa.checkpoints.find.select import Discovery, FoundCheckpoint, find_checkpoints, select
+from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import ConfigError
 
 
 def run_of(*numbers: int, by: str = "step") -> Discovery:
     found = [
-        Found(LocalPlace(f"{n}.pt"), *((n, None) if by == "step" else (None, n))) for n in numbers
+        FoundCheckpoint(LocalPath(f"{n}.pt"), *((n, None) if by == "step" else (None, n)))
+        for n in numbers
     ]
     return Discovery(tuple(found), "step" if by == "step" else "epoch", True, ("before",))
 
@@ -44,33 +45,36 @@ def test_a_selection(arguments: dict[str, int], expected: list[int], by: str) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"last": 0}, "last=0: it must be at least 1"),
-        ({"every": 0}, "every=0: it must be at least 1"),
-        ({"at": -5}, "at=-5: it must be at least 0"),
-        ({"start": -1}, "from=-1: it must be at least 0"),
-        ({"stop": -1}, "to=-1: it must be at least 0"),
-        ({"start": 300, "stop": 200}, "from 300 to 200: the first must not be the greater"),
-        ({"last": 6}, r"the last 6 are asked for and there are 5 \(step 100, step 200"),
-        ({"last": 3, "every": 200}, r"the last 3 .* there are 2 \(step 200, step 400\)"),
-        ({"at": 350}, "no checkpoint is at step 350. The nearest: 300, 400"),
-        ({"at": 600}, "no checkpoint is at step 600. The nearest: 400, 500"),
-        ({"at": 300, "every": 200}, "no checkpoint is at step 300. The nearest: 200, 400"),
-        ({"start": 501}, "left to average; there are 5 from step 100 to 500"),
-        ({"every": 1000}, "left to average; there are 5 from step 100 to 500"),
+        ({"last": 0}, "--last 0: it must be at least 1"),
+        ({"every": 0}, "--every 0: it must be at least 1"),
+        ({"at": -5}, "--at -5: it must be at least 0"),
+        ({"start": -1}, "--from -1: it must be at least 0"),
+        ({"stop": -1}, "--to -1: it must be at least 0"),
+        ({"start": 300, "stop": 200}, "--from 300 --to 200"),
+        ({"last": 6}, r"--last 6, but only 5 .*step 100, .*--last 5"),
+        ({"last": 3, "every": 200}, r"--last 3, but only 2 .*\(step 200, step 400\).*--last 2"),
+        ({"at": 350}, "step 350. The nearest: 300, 400"),
+        ({"at": 600}, "step 600. The nearest: 400, 500"),
+        ({"at": 300, "every": 200}, "step 300. The nearest: 200, 400"),
+        ({"start": 501}, "no checkpoint; found 5 from step 100 to 500"),
+        ({"every": 1000}, "no checkpoint; found 5 from step 100 to 500"),
     ],
 )
-def test_a_selection_that_cannot_be(arguments: dict[str, int], message: str) -> None:
+def test_an_impossible_selection_is_refused(arguments: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         select(run_of(100, 200, 300, 400, 500), **arguments)
 
 
-def test_a_list_without_numbers_has_just_a_last(tmp_path: Path) -> None:
-    given = discover([save(tmp_path / f"{name}.safetensors") for name in "cab"])
-    assert [f.place.name for f in select(given, last=2).found] == ["a.safetensors", "b.safetensors"]
+def test_a_list_without_steps_can_only_use_last(tmp_path: Path) -> None:
+    given = find_checkpoints([save(tmp_path / f"{name}.safetensors") for name in "cab"])
+    assert [f.location.name for f in select(given, last=2).found] == [
+        "a.safetensors",
+        "b.safetensors",
+    ]
     for name in ("at", "start", "stop", "every"):
         with pytest.raises(ConfigError, match="no step or epoch to select by"):
             select(given, **{name: 1})
-    with pytest.raises(ConfigError, match=r"there are 3 \(c.safetensors, a.safetensors"):
+    with pytest.raises(ConfigError, match=r"only 3 .*\(c.safetensors, a.safetensors"):
         select(given, last=4)
 
 
@@ -79,12 +83,15 @@ def test_a_list_without_numbers_has_just_a_last(tmp_path: Path) -> None:
     [
         ((5,), None),
         ((5, 9), None),
-        ((3000, 4000, 5000, 8000), "uneven steps: 1000 between most, 3000 between 5000 and 8000"),
+        (
+            (3000, 4000, 5000, 8000),
+            "uneven steps: mostly 1000 apart, but 3000 between 5000 and 8000",
+        ),
         (
             (500, 1000, 1500, 1873),
-            "uneven steps: 500 between most, 373 between 1500 and 1873",
+            "uneven steps: mostly 500 apart, but 373 between 1500 and 1873",
         ),
-        ((1, 2, 4, 8), "uneven steps: from 1 to 4 between two"),
+        ((1, 2, 4, 8), "uneven steps: gaps of 1 to 4"),
     ],
 )
 def test_uneven_gaps_are_noted(numbers: tuple[int, ...], note: str | None) -> None:
@@ -93,7 +100,7 @@ def test_uneven_gaps_are_noted(numbers: tuple[int, ...], note: str | None) -> No
 
 def test_gaps_are_those_of_what_is_left() -> None:
     assert select(run_of(1, 50, 100, 200, 300), every=100).notes == ("before",)
-    assert select(run_of(1, 2, 3, 9, by="epoch")).notes[1].startswith("uneven epochs: 1 between")
+    assert select(run_of(1, 2, 3, 9, by="epoch")).notes[1].startswith("uneven epochs: mostly 1")
 
 
 def test_nothing_after_the_first() -> None:

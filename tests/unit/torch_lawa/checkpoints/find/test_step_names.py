@@ -5,27 +5,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_lawa.checkpoints.find.step_names import parse_name, parse_names
-from torch_lawa.checkpoints.formats.base import Progress
+from torch_lawa.checkpoints.formats.base import TrainingProgress
 
-BOTH = Progress(400, 3)
+At = TrainingProgress
+BOTH = At(400, 3)
 NAMES = {
-    "step500": Progress(500), "step_500.pt": Progress(500), "global_step500": Progress(500),
-    "globalstep-500": Progress(500), "checkpoint-500": Progress(500), "ckpt_500": Progress(500),
-    "iter_0000500": Progress(500), "iteration500.pth": Progress(500), "Step=500": Progress(500),
+    "step500": At(500), "step_500.pt": At(500), "global_step500": At(500),
+    "globalstep-500": At(500), "checkpoint-500": At(500), "ckpt_500": At(500),
+    "iter_0000500": At(500), "iteration500.pth": At(500), "Step=500": At(500),
     "epoch=3-step=400.ckpt": BOTH, "epoch=3-step=400-v1.ckpt": BOTH,
     "name--val_loss=0.2-step=400-epoch=3": BOTH, "ep3-ba400-rank0.pt": BOTH,
-    "epoch_12": Progress(None, 12), "ep12": Progress(None, 12),
-    "checkpoint_epoch_12.pth": Progress(None, 12), "checkpoint-12.pth.tar": Progress(12),
-    "ckpt-1-step-500": Progress(500), "step-500-ckpt-1": Progress(500), "step-0": Progress(0),
-    "checkpoint_3_400.pt": BOTH, "step 500.pt": Progress(500), "epoch 3 step 400": BOTH,
+    "epoch_12": At(None, 12), "ep12": At(None, 12),
+    "checkpoint_epoch_12.pth": At(None, 12), "checkpoint-12.pth.tar": At(12),
+    "ckpt-1-step-500": At(500), "step-500-ckpt-1": At(500), "step-0": At(0),
+    "checkpoint_3_400.pt": BOTH, "step 500.pt": At(500), "epoch 3 step 400": BOTH,
     # not guessed
-    "step-1k": Progress(), "step_1_000": Progress(), "step-1.5": Progress(), "step=-5": Progress(),
-    "gpt2-350m": Progress(), "resnet50": Progress(), "v1.5": Progress(), "llama-3-8b": Progress(),
-    "deep12": Progress(), "timestep500x": Progress(), "checkpoint-500-merged": Progress(),
-    "checkpoint_1_500_2.pt": Progress(), "my_checkpoint_1_500": Progress(),
-    "step-1-step-2": Progress(), "checkpoint": Progress(),
-    "model_best.pth.tar": Progress(), "": Progress(), ".pt": Progress(), "..": Progress(),
-    "step" + "9" * 5000: Progress(),
+    "step-1k": At(), "step_1_000": At(), "step-1.5": At(), "step=-5": At(),
+    "gpt2-350m": At(), "resnet50": At(), "v1.5": At(), "llama-3-8b": At(),
+    "deep12": At(), "timestep500x": At(), "checkpoint-500-merged": At(),
+    "checkpoint_1_500_2.pt": At(), "my_checkpoint_1_500": At(),
+    "step-1-step-2": At(), "checkpoint": At(),
+    "model_best.pth.tar": At(), "": At(), ".pt": At(), "..": At(),
+    "step" + "9" * 5000: At(),
 }  # fmt: skip
 
 
@@ -63,13 +64,13 @@ def test_bare_numbers_count_where_the_rest_is_the_same(
 
 def test_fairseq_counts_epochs_where_there_is_one_number() -> None:
     names = ["checkpoint2.pt", "checkpoint_1_500.pt", "checkpoint_best.pt"]
-    assert parse_names(names) == [Progress(None, 2), Progress(500, 1), Progress()]
-    assert parse_names(["checkpoint2.pt", "checkpoint_best.pt"]) == [Progress(2), Progress()]
+    assert parse_names(names) == [At(None, 2), At(500, 1), At()]
+    assert parse_names(["checkpoint2.pt", "checkpoint_best.pt"]) == [At(2), At()]
 
 
 def test_a_bare_number_alone_may_be_a_version() -> None:
-    assert parse_names(["llama-3.pt"], alone=False) == [Progress()]
-    assert parse_names(["500.pt"], alone=False) == [Progress(500)]
+    assert parse_names(["llama-3.pt"], alone=False) == [At()]
+    assert parse_names(["500.pt"], alone=False) == [At(500)]
 
 
 @given(st.lists(st.text(max_size=40), max_size=4))
@@ -92,12 +93,12 @@ def test_the_step_written_is_the_step_read(
     prefix: str, label: str, delimiter: str, number: int, width: int, suffix: str
 ) -> None:
     name = f"{prefix}{label}{delimiter}{number:0{width}}{suffix}"
-    assert parse_name(name) == Progress(step=number)
+    assert parse_name(name) == At(step=number)
 
 
 @given(prefix=PREFIX, suffix=SUFFIX, epoch=NUMBER, step=NUMBER)
 def test_both_numbers_are_read(prefix: str, suffix: str, epoch: int, step: int) -> None:
-    assert parse_name(f"{prefix}epoch={epoch}-step={step}{suffix}") == Progress(step, epoch)
+    assert parse_name(f"{prefix}epoch={epoch}-step={step}{suffix}") == At(step, epoch)
 
 
 @given(
@@ -105,4 +106,4 @@ def test_both_numbers_are_read(prefix: str, suffix: str, epoch: int, step: int) 
     form=st.sampled_from(["{}.pt", "model_{:06}.safetensors", "checkpoint-{}", "gpt2-{}.pth.tar"]),
 )
 def test_a_series_of_names_is_read(steps: list[int], form: str) -> None:
-    assert parse_names([form.format(n) for n in steps]) == [Progress(n) for n in steps]
+    assert parse_names([form.format(n) for n in steps]) == [At(n) for n in steps]

@@ -17,10 +17,10 @@ from support.distributed import cut_up, quietly, rows, save, save_shards, sharde
 from support.models import small_net
 from torch import Tensor
 
-from torch_lawa.checkpoints.formats.base import Progress
+from torch_lawa.checkpoints.formats.base import TrainingProgress
 from torch_lawa.checkpoints.formats.dcp import DistributedCheckpoint
-from torch_lawa.checkpoints.formats.opening import open_checkpoint
-from torch_lawa.checkpoints.storage.paths import LocalPlace, parse_place
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
+from torch_lawa.checkpoints.storage.paths import LocalPath, parse_location
 from torch_lawa.errors import FormatError
 
 DTYPES = [
@@ -32,13 +32,13 @@ DTYPES = [
 def test_shards_of_all_kinds_are_put_together(tmp_path: Path) -> None:
     tensors, boxes = sharded()
     save_shards(tmp_path / "a", tensors, boxes)
-    with open_checkpoint(LocalPlace(tmp_path / "a")) as found:
+    with open_checkpoint(LocalPath(tmp_path / "a")) as found:
         assert_holds(found, tensors)
         assert (found.format, found.layout) == ("PyTorch distributed checkpoint", "distributed")
         assert (found.notes, found.aliases) == ((), {})
         files = [tmp_path / "a" / "__0_0.distcp", tmp_path / "a" / "__1_0.distcp"]
-        assert found.files == [LocalPlace(path) for path in files]
-        assert found.file_of("uneven") == LocalPlace(files[0])
+        assert found.files == [LocalPath(path) for path in files]
+        assert found.file_of("uneven") == LocalPath(files[0])
     # PyTorch agrees that these are such checkpoints.
     again = {name: torch.zeros_like(t) for name, t in tensors.items()}
     quietly(dcp.load, again, checkpoint_id=tmp_path / "a")
@@ -48,7 +48,7 @@ def test_shards_of_all_kinds_are_put_together(tmp_path: Path) -> None:
 def test_pieces_of_one_chunk_are_views(tmp_path: Path) -> None:
     tensors, boxes = sharded()
     save_shards(tmp_path / "a", tensors, boxes)
-    found = DistributedCheckpoint(LocalPlace(tmp_path / "a"))
+    found = DistributedCheckpoint(LocalPath(tmp_path / "a"))
     for begin, end, view in ((0, 80, True), (80, 140, True), (76, 84, False), (0, 140, False)):
         piece = found.read("uneven", begin, end)
         assert piece.tobytes() == raw(tensors["uneven"])[begin:end]
@@ -62,7 +62,7 @@ def test_remote_chunks_take_two_requests(tmp_path: Path, monkeypatch: pytest.Mon
     fs = fsspec.filesystem("memory")
     for path in (tmp_path / "a").iterdir():
         fs.pipe_file(f"/distributed/{path.name}", path.read_bytes())
-    found = open_checkpoint(parse_place("memory://distributed"))
+    found = open_checkpoint(parse_location("memory://distributed"))
     asked: list[str] = []
     original = type(fs).cat_file
 
@@ -90,7 +90,7 @@ def test_any_boxes_and_any_range(
     save_shards(folder, {"w": tensor}, {"w": boxes}, ranks=3)
     begin = data.draw(st.integers(0, tensor.nbytes))
     end = data.draw(st.integers(begin, tensor.nbytes))
-    with DistributedCheckpoint(LocalPlace(folder)) as found:
+    with DistributedCheckpoint(LocalPath(folder)) as found:
         assert found.read("w", begin, end).tobytes() == raw(tensor)[begin:end]
 
 
@@ -118,20 +118,20 @@ def test_the_weights_of_a_nested_save(tmp_path: Path) -> None:
         state, weights = training(key)
         found = save(tmp_path / key, state)
         assert_holds(found, weights)
-        assert (found.key, found.progress) == (key, Progress(12, 3))
+        assert (found.key, found.progress) == (key, TrainingProgress(12, 3))
         assert found.notes == (f"weights under {key!r}",)
-    adam = DistributedCheckpoint(LocalPlace(tmp_path / "model"), key="optimizer.state.0")
+    adam = DistributedCheckpoint(LocalPath(tmp_path / "model"), key="optimizer.state.0")
     assert set(adam.tensors) == {"step", "exp_avg", "exp_avg_sq"}
     assert adam.notes == ()
     with pytest.raises(FormatError, match=r"no weights under the key 'x'; .* 'model', 'optim"):
-        DistributedCheckpoint(LocalPlace(tmp_path / "model"), key="x")
+        DistributedCheckpoint(LocalPath(tmp_path / "model"), key="x")
 
 
 def test_other_ways_of_nesting(tmp_path: Path) -> None:
     state, weights = training("net")
     with pytest.raises(FormatError, match=r"not clear which .* of: 'net', 'optimizer\.state'"):
         save(tmp_path / "a", state)
-    assert_holds(DistributedCheckpoint(LocalPlace(tmp_path / "a"), key="net"), weights)
+    assert_holds(DistributedCheckpoint(LocalPath(tmp_path / "a"), key="net"), weights)
     # The pattern of PyTorch's own tutorial.
     state, weights = training("model")
     found = save(tmp_path / "b", {"app": {"model": state["model"], "optim": state["optimizer"]}})
@@ -153,27 +153,27 @@ def test_saves_that_do_not_tell_their_nesting(tmp_path: Path) -> None:
     tensors = {"model.a.w": torch.rand(3), "model.b": torch.rand(2), "optim.state.m": torch.rand(4)}
     boxes = {name: rows(t) for name, t in tensors.items()}
     save_shards(tmp_path / "a", tensors, boxes)
-    found = DistributedCheckpoint(LocalPlace(tmp_path / "a"))
+    found = DistributedCheckpoint(LocalPath(tmp_path / "a"))
     assert_holds(found, {"a.w": tensors["model.a.w"], "b": tensors["model.b"]})
-    chosen = DistributedCheckpoint(LocalPlace(tmp_path / "a"), key="optim.state")
+    chosen = DistributedCheckpoint(LocalPath(tmp_path / "a"), key="optim.state")
     assert_holds(chosen, {"m": tensors["optim.state.m"]})
     del tensors["optim.state.m"]
     save_shards(tmp_path / "b", tensors, boxes)
-    assert_holds(DistributedCheckpoint(LocalPlace(tmp_path / "b")), tensors)
+    assert_holds(DistributedCheckpoint(LocalPath(tmp_path / "b")), tensors)
 
 
 def test_progress_that_is_no_number_is_not_known(tmp_path: Path) -> None:
     found = save(tmp_path / "a", {"model": {"w": torch.rand(2)}, "step": "12", "epoch": 2.5})
-    assert found.progress == Progress()
+    assert found.progress == TrainingProgress()
     found = save(tmp_path / "b", {"model": {"w": torch.rand(2)}, "step": os.getcwd, "epoch": 2})
-    assert found.progress == Progress(None, 2)
+    assert found.progress == TrainingProgress(None, 2)
 
 
 READ = """
 import sys
-from torch_lawa.checkpoints.formats.opening import open_checkpoint
-from torch_lawa.checkpoints.storage.paths import LocalPlace
-found = open_checkpoint(LocalPlace(sys.argv[1]))
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
+from torch_lawa.checkpoints.storage.paths import LocalPath
+found = open_checkpoint(LocalPath(sys.argv[1]))
 for name, spec in found.tensors.items():
     found.read(name, 0, spec.nbytes)
 print(len(found.tensors), "torch" in sys.modules)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_lawa.checkpoints.formats.dcp import DistributedCheckpoint
 from torch_lawa.checkpoints.formats.dcp_chunks import Chunk, find_problem
-from torch_lawa.checkpoints.storage.paths import LocalPlace
+from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import FormatError
 
 
@@ -88,7 +88,7 @@ CHANGES: dict[str, tuple[Callable[[Metadata], None], str]] = {
     "missing": (set_info(relative_path="__7_0.distcp"), r"__7_0\.distcp: .* holds 'uneven' is not"),
     "folder": (set_info(relative_path="."), r"places 'uneven'"),
     "negative": (set_info(offset=-5), r"places 'uneven'"),
-    "too long": (set_info(length=10**9), r"__0_0\.distcp: 'uneven' lies at 0 to 1000000000"),
+    "too long": (set_info(length=10**9), r"__0_0\.distcp: 'uneven' is at 0 to 1000000000"),
     "too short": (set_info(length=100), r"__0_0\.distcp: .* 'uneven'"),
     "elsewhere": (set_info(offset=1), r"__0_0\.distcp: .* 'uneven'"),
     "nothing": (set_info(length=0), r"__0_0\.distcp: .* 'uneven'"),
@@ -101,7 +101,7 @@ def test_lies_are_refused_by_file_and_tensor(tmp_path: Path, good: Path, kind: s
     change, message = CHANGES[kind]
     folder = rewrite(good, tmp_path / "bad", change)
     with pytest.raises(FormatError, match=message):
-        DistributedCheckpoint(LocalPlace(folder)).read("uneven", 0, 140)
+        DistributedCheckpoint(LocalPath(folder)).read("uneven", 0, 140)
 
 
 def test_broken_metadata_is_refused(tmp_path: Path, good: Path) -> None:
@@ -112,13 +112,13 @@ def test_broken_metadata_is_refused(tmp_path: Path, good: Path) -> None:
     for content in (b"", b"}.", text[:-40], pickle.dumps({"model": 3}), pickle.dumps([1])):
         (tmp_path / "bad" / ".metadata").write_bytes(content)
         with pytest.raises(FormatError, match=r"bad/\.metadata: "):
-            DistributedCheckpoint(LocalPlace(tmp_path / "bad"))
+            DistributedCheckpoint(LocalPath(tmp_path / "bad"))
     (tmp_path / "bad" / ".metadata").write_bytes(attack)
     with pytest.raises(FormatError, match=r"bad/\.metadata: asks for os\.system.* not executed"):
-        DistributedCheckpoint(LocalPlace(tmp_path / "bad"))
+        DistributedCheckpoint(LocalPath(tmp_path / "bad"))
     assert not canary.exists()
     with pytest.raises(FormatError, match=r"/\.metadata: not there"):
-        DistributedCheckpoint(LocalPlace(tmp_path))
+        DistributedCheckpoint(LocalPath(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_broken_metadata_is_refused(tmp_path: Path, good: Path) -> None:
 def test_broken_paths_are_refused(tmp_path: Path, good: Path, path: object) -> None:
     folder = rewrite(good, tmp_path / "bad", lambda m: m.planner_data.update(whole=path))
     with pytest.raises(FormatError, match=r"\.metadata: .*'whole'"):
-        DistributedCheckpoint(LocalPlace(folder))
+        DistributedCheckpoint(LocalPath(folder))
 
 
 def test_truncated_files_are_refused(tmp_path: Path, good: Path) -> None:
@@ -139,11 +139,11 @@ def test_truncated_files_are_refused(tmp_path: Path, good: Path) -> None:
         for part in range(20):
             (folder / name).write_bytes(content[: len(content) * part // 20])
             with pytest.raises(FormatError, match=rf"cut/{name}: "):
-                read_all(DistributedCheckpoint(LocalPlace(folder)))
+                read_all(DistributedCheckpoint(LocalPath(folder)))
         (folder / name).write_bytes(content)
     (folder / "__1_0.distcp").unlink()
     with pytest.raises(FormatError, match=r"cut/__1_0\.distcp: the file that holds '.*' is not"):
-        DistributedCheckpoint(LocalPlace(folder))
+        DistributedCheckpoint(LocalPath(folder))
 
 
 @settings(max_examples=80)
@@ -160,11 +160,11 @@ def test_no_bytes_crash_the_reader(
     folder = tmp_path_factory.mktemp("fuzz") / "a"
     shutil.copytree(good, folder)
     content = (folder / file).read_bytes()
-    for place, value in changes:
-        content = patched(content, int(place * (len(content) - 1)), bytes([value]))
+    for location, value in changes:
+        content = patched(content, int(location * (len(content) - 1)), bytes([value]))
     (folder / file).write_bytes(content)
     with contextlib.suppress(FormatError):
-        read_all(DistributedCheckpoint(LocalPlace(folder)))
+        read_all(DistributedCheckpoint(LocalPath(folder)))
 
 
 def test_an_overlap_with_a_long_chunk_is_seen() -> None:

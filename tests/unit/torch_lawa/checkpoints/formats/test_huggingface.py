@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from torch_lawa.checkpoints.formats.opening import open_checkpoint
-from torch_lawa.checkpoints.storage.paths import LocalPlace
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
+from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import FormatError
 
 INDEX = "model.safetensors.index.json"
@@ -27,7 +27,7 @@ def folder(path: Path, weight_map: Any = GOOD) -> Path:
 
 
 def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
-    with open_checkpoint(LocalPlace(folder(tmp_path))) as found:
+    with open_checkpoint(LocalPath(folder(tmp_path))) as found:
         assert {name: str(spec) for name, spec in found.tensors.items()} == {
             "a": "F32[2]",
             "b": "F32[3]",
@@ -57,7 +57,7 @@ def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
 )
 def test_an_index_that_lies(tmp_path: Path, weight_map: Any, message: str) -> None:
     with pytest.raises(FormatError, match=message) as caught:
-        open_checkpoint(LocalPlace(folder(tmp_path, weight_map)))
+        open_checkpoint(LocalPath(folder(tmp_path, weight_map)))
     assert str(tmp_path) in str(caught.value)
 
 
@@ -65,14 +65,14 @@ def test_a_tensor_that_the_index_forgot(tmp_path: Path) -> None:
     folder(tmp_path)
     save_file({"a": torch.ones(2), "x": torch.ones(1)}, tmp_path / "one.safetensors")
     with pytest.raises(FormatError, match=r"one.safetensors: holds 'x', which"):
-        open_checkpoint(LocalPlace(tmp_path))
+        open_checkpoint(LocalPath(tmp_path))
 
 
 def test_a_shard_that_is_broken_is_named(tmp_path: Path) -> None:
     folder(tmp_path)
     (tmp_path / "two.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(FormatError, match=r"two.safetensors: not a whole safetensors file"):
-        open_checkpoint(LocalPlace(tmp_path))
+        open_checkpoint(LocalPath(tmp_path))
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -91,7 +91,7 @@ def test_any_index_is_read_or_refused(tmp_path: Path, content: bytes) -> None:
     folder(tmp_path)
     (tmp_path / INDEX).write_bytes(content)
     with contextlib.suppress(FormatError):
-        open_checkpoint(LocalPlace(tmp_path)).close()
+        open_checkpoint(LocalPath(tmp_path)).close()
 
 
 def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
@@ -102,17 +102,17 @@ def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
         (".", "no checkpoint here"),
     ):
         with pytest.raises(FormatError, match=message):
-            open_checkpoint(LocalPlace(tmp_path / name))
+            open_checkpoint(LocalPath(tmp_path / name))
 
 
 def test_progress_of_the_trainer(tmp_path: Path) -> None:
     folder(tmp_path)
     (tmp_path / "trainer_state.json").write_text('{"global_step": 70, "epoch": 2.5}')
-    with open_checkpoint(LocalPlace(tmp_path)) as found:
+    with open_checkpoint(LocalPath(tmp_path)) as found:
         assert (found.progress.step, found.progress.epoch) == (70, None)
     (tmp_path / "trainer_state.json").write_text('{"global_step": "x", "epoch": 2.0}')
-    with open_checkpoint(LocalPlace(tmp_path)) as found:
+    with open_checkpoint(LocalPath(tmp_path)) as found:
         assert (found.progress.step, found.progress.epoch) == (None, 2)
     (tmp_path / "trainer_state.json").write_text('{"epoch": NaN}')
-    with open_checkpoint(LocalPlace(tmp_path)) as found:
+    with open_checkpoint(LocalPath(tmp_path)) as found:
         assert (found.progress.step, found.progress.epoch) == (None, None)

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from support.checkpoints import patched, read_all, write_zip
 from support.models import small_net
 
-from torch_lawa.checkpoints.formats import state_dicts as nested
-from torch_lawa.checkpoints.formats import torch_archive
 from torch_lawa.checkpoints.formats.torch_file import TorchFile
-from torch_lawa.checkpoints.storage.paths import LocalPlace
+from torch_lawa.checkpoints.formats.torch_pickle import archive as torch_archive
+from torch_lawa.checkpoints.formats.torch_pickle import state_dicts as nested
+from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import FormatError
 
 
@@ -38,7 +38,7 @@ DATA = {"data/0": np.arange(4, dtype=np.float32).tobytes()}
 
 
 def test_the_handmade_file_is_good(tmp_path: Path) -> None:
-    found = TorchFile(LocalPlace(write_zip(tmp_path / "a.pt", tensor_pickle(), DATA)))
+    found = TorchFile(LocalPath(write_zip(tmp_path / "a.pt", tensor_pickle(), DATA)))
     assert found.read("w", 4, 12).view(np.float32).tolist() == [1.0, 2.0]
 
 
@@ -85,7 +85,7 @@ def test_the_handmade_file_is_good(tmp_path: Path) -> None:
 def test_lies_about_tensors_are_refused(tmp_path: Path, content: bytes) -> None:
     write_zip(tmp_path / "broken.pt", content, DATA)
     with pytest.raises(FormatError, match=r"broken\.pt"):
-        TorchFile(LocalPlace(tmp_path / "broken.pt"))
+        TorchFile(LocalPath(tmp_path / "broken.pt"))
 
 
 def test_a_dict_in_itself_and_dicts_without_end(
@@ -96,14 +96,14 @@ def test_a_dict_in_itself_and_dicts_without_end(
     tensor = tensor_pickle()[4:-2]
     write_zip(path, b"}Vmodel\n}q\0Vw\n" + tensor + b"sVx\nh\0ss.", DATA)
     with pytest.raises(FormatError, match=r"broken\.pt: .* nested too deeply"):
-        TorchFile(LocalPlace(path))
+        TorchFile(LocalPath(path))
     # Thirty dicts, each twice in the next: a thousand million names.
     twice = b"}q\0Vw\n" + tensor + b"s0"
     for n in range(30):
         twice += b"}Va\nh%csVb\nh%csq%c0" % (n, n, n + 1)
     write_zip(path, twice + b"}Vmodel\nh\x1es.", DATA)
     with pytest.raises(FormatError, match=r"broken\.pt: more than 1000 names"):
-        TorchFile(LocalPlace(path))
+        TorchFile(LocalPath(path))
 
 
 def test_a_tensor_of_another_class_is_refused(tmp_path: Path) -> None:
@@ -111,19 +111,19 @@ def test_a_tensor_of_another_class_is_refused(tmp_path: Path) -> None:
     for kind, fine in ((b"ctorch\nTensor\n", True), (b"cargparse\nNamespace\n", False)):
         call = b"(ctorch._utils\n_rebuild_tensor_v2\n" + kind + args + b"}tR"
         content = b"}Vw\nctorch._tensor\n_rebuild_from_type_v2\n" + call + b"s."
-        place = LocalPlace(write_zip(tmp_path / "a.pt", content, DATA))
+        location = LocalPath(write_zip(tmp_path / "a.pt", content, DATA))
         if fine:
-            assert TorchFile(place).read("w", 4, 8).view(np.float32) == 1.0
+            assert TorchFile(location).read("w", 4, 8).view(np.float32) == 1.0
         else:
             with pytest.raises(FormatError, match=r"tensor 'w' is rebuilt as argparse\.Names"):
-                TorchFile(place)
+                TorchFile(location)
 
 
 def test_a_large_pickle_is_not_even_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_archive, "MAX_PICKLE", 100)
     write_zip(tmp_path / "a.pt", tensor_pickle(), DATA)
     with pytest.raises(FormatError, match=r"a\.pt: data\.pkl in it is too large"):
-        TorchFile(LocalPlace(tmp_path / "a.pt"))
+        TorchFile(LocalPath(tmp_path / "a.pt"))
 
 
 @pytest.mark.parametrize("where", ["weights", "hyper-parameters", "persistent id", "class"])
@@ -139,7 +139,7 @@ def test_hostile_files_are_refused_and_nothing_runs(tmp_path: Path, where: str) 
     }[where]
     write_zip(tmp_path / "bad.pt", content, DATA)
     with pytest.raises(FormatError, match=r"bad\.pt: asks for os\.system, .* was not executed"):
-        TorchFile(LocalPlace(tmp_path / "bad.pt"))
+        TorchFile(LocalPath(tmp_path / "bad.pt"))
     assert not canary.exists()
     data = zipfile.ZipFile(tmp_path / "bad.pt").read("top/data.pkl")
     with contextlib.suppress(Exception):
@@ -155,7 +155,7 @@ class Trusting(pickle.Unpickler):
 def test_a_pickled_model_is_refused_with_the_way_out(tmp_path: Path) -> None:
     torch.save(small_net(), tmp_path / "a.pt")
     with pytest.raises(FormatError, match=r"asks for torch\.nn\.modules.* save model\.state_dict"):
-        TorchFile(LocalPlace(tmp_path / "a.pt"))
+        TorchFile(LocalPath(tmp_path / "a.pt"))
 
 
 def test_zips_that_lie_are_refused(tmp_path: Path) -> None:
@@ -182,24 +182,24 @@ def test_zips_that_lie_are_refused(tmp_path: Path) -> None:
     for kind, content in lies.items():
         path.write_bytes(content)
         with pytest.raises(FormatError, match=r"a\.pt: "):
-            TorchFile(LocalPlace(path)).read("w", 0, 16)
+            TorchFile(LocalPath(path)).read("w", 0, 16)
             pytest.fail(kind)
     write_zip(path, tensor_pickle(), DATA, zipfile.ZIP_DEFLATED)
     with pytest.raises(FormatError, match=r"a\.pt: the entry 'top/data.pkl' is compressed"):
-        TorchFile(LocalPlace(path))
+        TorchFile(LocalPath(path))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with zipfile.ZipFile(path, "w") as archive:
             for name in ("a/data.pkl", "a/data/0", "a/data/0"):
                 archive.writestr(name, tensor_pickle())
     with pytest.raises(FormatError, match=r"a\.pt: an entry of the zip is there twice"):
-        TorchFile(LocalPlace(path))
+        TorchFile(LocalPath(path))
     for names in ([], ["x"], ["data.pkl"], ["a/b/data.pkl"], ["a/data.pkl", "b/data.pkl"]):
         with zipfile.ZipFile(path, "w") as archive:
             for name in names:
                 archive.writestr(name, b"}.")
         with pytest.raises(FormatError, match=r"a\.pt: "):
-            TorchFile(LocalPlace(path))
+            TorchFile(LocalPath(path))
 
 
 def test_a_wrong_checksum_is_not_looked_at(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_wrong_checksum_is_not_looked_at(tmp_path: Path) -> None:
     good = path.read_bytes()
     at = good.rindex(b"PK\1\2", 0, good.index(b"a/data.pkl", good.index(b"PK\1\2")))
     path.write_bytes(patched(good, at + 16, b"\1\2\3\4"))
-    assert set(TorchFile(LocalPlace(path)).tensors) == {"w"}
+    assert set(TorchFile(LocalPath(path)).tensors) == {"w"}
 
 
 def test_truncated_files_are_refused_by_name(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_truncated_files_are_refused_by_name(tmp_path: Path) -> None:
     for part in range(20):
         path.write_bytes(good[: len(good) * part // 20])
         with pytest.raises(FormatError, match=r"cut\.pt: "):
-            TorchFile(LocalPlace(path))
+            TorchFile(LocalPath(path))
 
 
 GOOD = io.BytesIO()
@@ -243,12 +243,12 @@ def test_no_bytes_crash_the_reader(
     """Random bytes, a good file with some changed, and one cut: an answer or a FormatError."""
     path = tmp_path_factory.mktemp("fuzz") / "f.pt"
     changed = bytearray(GOOD.getvalue())
-    for place, value in changes:
-        changed[place] = value
+    for location, value in changes:
+        changed[location] = value
     for candidate in (content, b"PK\3\4" + content, bytes(changed), bytes(changed[:cut])):
         path.write_bytes(candidate)
         with contextlib.suppress(FormatError):
-            read_all(TorchFile(LocalPlace(path)))
+            read_all(TorchFile(LocalPath(path)))
 
 
 def test_a_pickle_with_every_byte_changed(tmp_path: Path) -> None:
@@ -261,4 +261,4 @@ def test_a_pickle_with_every_byte_changed(tmp_path: Path) -> None:
         for value in (0x28, 0x72, good[at] ^ 1):
             path.write_bytes(patched(good, at, bytes([value])))
             with contextlib.suppress(FormatError):
-                read_all(TorchFile(LocalPlace(path)))
+                read_all(TorchFile(LocalPath(path)))

@@ -22,12 +22,12 @@ from support.checkpoints import assert_holds, raw, write_zip
 from support.models import small_net
 from torch import Tensor, nn
 
-from torch_lawa.checkpoints.formats import strided
-from torch_lawa.checkpoints.formats.base import Progress
-from torch_lawa.checkpoints.formats.opening import open_checkpoint
-from torch_lawa.checkpoints.formats.strided import boxes
+from torch_lawa.checkpoints.formats.base import TrainingProgress
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.formats.torch_file import TorchFile
-from torch_lawa.checkpoints.storage.paths import LocalPlace, parse_place
+from torch_lawa.checkpoints.formats.torch_pickle import strided
+from torch_lawa.checkpoints.formats.torch_pickle.strided import boxes
+from torch_lawa.checkpoints.storage.paths import LocalPath, parse_location
 from torch_lawa.errors import FormatError
 
 DTYPES = [
@@ -39,7 +39,7 @@ DTYPES = [
 
 def save(path: Path, made: object, **kwargs: Any) -> TorchFile:
     torch.save(made, path, **kwargs)
-    return TorchFile(LocalPlace(path))
+    return TorchFile(LocalPath(path))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -58,7 +58,7 @@ def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
         (),
         "",
     )
-    assert found.files == [found.place] == [found.file_of("w")]
+    assert found.files == [found.location] == [found.file_of("w")]
 
 
 def test_tensors_are_views_of_the_file(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_file_of_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     }
     found = save(tmp_path / "a.ckpt", made)
     assert_holds(found, weights)
-    assert (found.key, found.notes, found.progress) == ("state_dict", (), Progress(400, 3))
+    assert (found.key, found.notes, found.progress) == ("state_dict", (), TrainingProgress(400, 3))
 
 
 def test_a_file_of_timm_with_two_choices(tmp_path: Path) -> None:
@@ -225,11 +225,11 @@ def test_a_file_of_timm_with_two_choices(tmp_path: Path) -> None:
     }  # fmt: skip
     found = save(tmp_path / "a.pth.tar", made)
     assert_holds(found, weights)
-    assert found.progress == Progress(None, 7)
+    assert found.progress == TrainingProgress(None, 7)
     assert found.notes == (
         "weights under 'state_dict' (also there: 'state_dict_ema'; choose with --key)",
     )
-    chosen = open_checkpoint(LocalPlace(tmp_path / "a.pth.tar"), key="state_dict_ema")
+    chosen = open_checkpoint(LocalPath(tmp_path / "a.pth.tar"), key="state_dict_ema")
     assert_holds(chosen, ema)
     assert chosen.notes == ()
 
@@ -241,26 +241,26 @@ def test_the_known_keys(tmp_path: Path, key: str) -> None:
     weights = two()
     found = save(tmp_path / "a.pt", {"opt": adam_state(), key: weights, "epoch": True, "step": 3})
     assert_holds(found, weights)
-    assert (found.key, found.progress) == (key, Progress(3, None))
+    assert (found.key, found.progress) == (key, TrainingProgress(3, None))
 
 
 def test_a_key_may_be_a_path(tmp_path: Path) -> None:
     nets = {"g.ema": two(), "d": two(), "blocks": {0: two()}}
     torch.save({"nets": nets, "step": -1, "epoch": 2**70}, tmp_path / "a.pt")
-    place = LocalPlace(tmp_path / "a.pt")
+    location = LocalPath(tmp_path / "a.pt")
     for key, expected in (
         ("nets.d", nets["d"]),
         ("nets.g.ema", nets["g.ema"]),
         ("nets.blocks.0", nets["blocks"][0]),
     ):
-        found = TorchFile(place, key=key)
+        found = TorchFile(location, key=key)
         assert_holds(found, expected)
-        assert (found.key, found.progress) == (key, Progress())
+        assert (found.key, found.progress) == (key, TrainingProgress())
     for wrong in ("", "x", "nets.x", "nets.d.a.w", "nets.d.x", "step", "nets."):
         with pytest.raises(FormatError, match=r"a\.pt: .*'nets\.g\.ema', 'nets\.d', 'nets\.bl"):
-            TorchFile(place, key=wrong)
+            TorchFile(location, key=wrong)
     with pytest.raises(FormatError, match=r"not clear .* choose with --key, of: 'nets\.g\.ema'"):
-        TorchFile(place)
+        TorchFile(location)
 
 
 def test_tensors_at_the_top_beside_nested_ones(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_tensors_at_the_top_beside_nested_ones(tmp_path: Path) -> None:
     made = {"latent_avg": torch.rand(2), "g_ema": weights}
     with pytest.raises(FormatError, match=r"of: 'g_ema' \('\.' is everything\)"):
         save(tmp_path / "b.pt", made)
-    found = TorchFile(LocalPlace(tmp_path / "b.pt"), key=".")
+    found = TorchFile(LocalPath(tmp_path / "b.pt"), key=".")
     assert_holds(
         found, {"latent_avg": made["latent_avg"]} | {f"g_ema.{n}": w for n, w in weights.items()}
     )
@@ -329,7 +329,7 @@ def test_quantized_tensors_are_refused_by_name(tmp_path: Path) -> None:
         packed = torch.quantize_per_tensor(torch.rand(4), 0.1, 0, torch.qint8)
         torch.save({"fine": torch.rand(2), "packed": packed}, tmp_path / "a.pt")
     with pytest.raises(FormatError, match=r"a\.pt: tensor 'packed' is quantized"):
-        TorchFile(LocalPlace(tmp_path / "a.pt"))
+        TorchFile(LocalPath(tmp_path / "a.pt"))
 
 
 def test_odd_tensors_outside_of_the_weights_are_no_trouble(tmp_path: Path) -> None:
@@ -344,10 +344,10 @@ def test_other_files_of_pytorch_are_told_apart(tmp_path: Path) -> None:
     for name in ("constants.pkl", "code/__torch__.py"):
         write_zip(tmp_path / "b.pt", b"}.", {name: b""})
         with pytest.raises(FormatError, match=r"b\.pt: a TorchScript program"):
-            TorchFile(LocalPlace(tmp_path / "b.pt"))
+            TorchFile(LocalPath(tmp_path / "b.pt"))
     write_zip(tmp_path / "c.pt", b"}.", {"byteorder": b"big"})
     with pytest.raises(FormatError, match=r"c\.pt: not written by a little-endian"):
-        TorchFile(LocalPlace(tmp_path / "c.pt"))
+        TorchFile(LocalPath(tmp_path / "c.pt"))
 
 
 def test_remote_files_are_read_in_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +364,7 @@ def test_remote_files_are_read_in_few_requests(monkeypatch: pytest.MonkeyPatch) 
         return bytes(original(self, path, start=start, end=end))
 
     monkeypatch.setattr(type(fs), "cat_file", cat_file)
-    found = open_checkpoint(parse_place("memory://remote/a.pt"))
+    found = open_checkpoint(parse_location("memory://remote/a.pt"))
     assert len(asked) <= 3
     assert sum(end - start for start, end in asked) < len(file.getvalue()) / 2
     asked.clear()
@@ -376,9 +376,9 @@ def test_remote_files_are_read_in_few_requests(monkeypatch: pytest.MonkeyPatch) 
 
 READ = """
 import sys
-from torch_lawa.checkpoints.formats.opening import open_checkpoint
-from torch_lawa.checkpoints.storage.paths import LocalPlace
-found = open_checkpoint(LocalPlace(sys.argv[1]))
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
+from torch_lawa.checkpoints.storage.paths import LocalPath
+found = open_checkpoint(LocalPath(sys.argv[1]))
 for name, spec in found.tensors.items():
     found.read(name, 0, spec.nbytes)
 print(len(found.tensors), "torch" in sys.modules)

@@ -13,10 +13,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from torch_lawa.checkpoints.formats.opening import open_checkpoint
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.storage.byte_sources import RemoteSource, SourceFile
-from torch_lawa.checkpoints.storage.paths import LocalPlace, Place, RemotePlace, is_url, parse_place
-from torch_lawa.checkpoints.storage.remote_errors import telling
+from torch_lawa.checkpoints.storage.paths import (
+    LocalPath,
+    Location,
+    RemoteURL,
+    is_url,
+    parse_location,
+)
+from torch_lawa.checkpoints.storage.remote_errors import translated_errors
 from torch_lawa.errors import ConfigError, FormatError, LawaError, OutputError
 
 
@@ -27,7 +33,7 @@ class Ground:
         self.memory = fsspec.filesystem("memory")
         self.path = tmp_path / "ground" if kind == "local" else None
         self.url = str(self.path) if self.path else f"memory:/{tmp_path}/ground"
-        self.place = parse_place(self.url)
+        self.location = parse_location(self.url)
         self.write("here", b"")
 
     def write(self, name: str, content: bytes) -> None:
@@ -47,21 +53,21 @@ def ground(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ground]:
 
 
 def test_names(ground: Ground) -> None:
-    place = ground.place.child("run").child("Step_1.SafeTensors")
-    assert (place.name, place.suffix) == ("Step_1.SafeTensors", ".safetensors")
-    assert str(place) == f"{str(ground.place).rstrip('/')}/run/Step_1.SafeTensors"
-    assert place.parent == ground.place.child("run")
-    assert place.parent.parent == ground.place
-    assert ground.place.child("run").suffix == ""
-    assert parse_place(str(place)) == place
-    assert len({place, parse_place(str(place)), place.parent}) == 2
-    assert place.local == isinstance(place, LocalPlace)
-    assert parse_place(ground.url + "/") == ground.place
+    location = ground.location.child("run").child("Step_1.SafeTensors")
+    assert (location.name, location.suffix) == ("Step_1.SafeTensors", ".safetensors")
+    assert str(location) == f"{str(ground.location).rstrip('/')}/run/Step_1.SafeTensors"
+    assert location.parent == ground.location.child("run")
+    assert location.parent.parent == ground.location
+    assert ground.location.child("run").suffix == ""
+    assert parse_location(str(location)) == location
+    assert len({location, parse_location(str(location)), location.parent}) == 2
+    assert location.local == isinstance(location, LocalPath)
+    assert parse_location(ground.url + "/") == ground.location
 
 
 def test_what_is_there(ground: Ground) -> None:
     ground.write("run/a.pt", b"a")
-    file, folder, nothing = (ground.place.child(n) for n in ("run/a.pt", "run", "nothing"))
+    file, folder, nothing = (ground.location.child(n) for n in ("run/a.pt", "run", "nothing"))
     kinds = [(p.is_file(), p.is_folder(), p.exists()) for p in (file, folder, nothing)]
     assert kinds == [(True, False, True), (False, True, True), (False, False, False)]
     assert not file.child("b").exists()
@@ -70,71 +76,71 @@ def test_what_is_there(ground: Ground) -> None:
 def test_children(ground: Ground) -> None:
     for name in ("run/b.pt", "run/.hidden", "run/a/x.pt", "run/a/y.pt", "running/c.pt"):
         ground.write(name, b"x")
-    run = ground.place.child("run")
+    run = ground.location.child("run")
     assert [p.name for p in run.children()] == [".hidden", "a", "b.pt"]
     assert run.children()[1] == run.child("a")
     assert [p.is_folder() for p in run.children()] == [False, True, False]
     ground.write("run/c.pt", b"x")  # a live run adds files
     assert [p.name for p in run.children()] == [".hidden", "a", "b.pt", "c.pt"]
-    with pytest.raises(FileNotFoundError, match=re.escape(str(ground.place.child("nothing")))):
-        ground.place.child("nothing").children()
+    with pytest.raises(FileNotFoundError, match=re.escape(str(ground.location.child("nothing")))):
+        ground.location.child("nothing").children()
 
 
 def test_patterns(ground: Ground) -> None:
     for name in ("run/step_1.pt", "run/step_20.pt", "run/step_3.bin", "run/deep/step_4.pt"):
         ground.write(name, b"x")
-    assert [p.name for p in ground.place.child("run/step_*.pt").glob()] == [
+    assert [p.name for p in ground.location.child("run/step_*.pt").glob()] == [
         "step_1.pt",
         "step_20.pt",
     ]
-    assert [p.name for p in ground.place.child("run/step_?.*").glob()] == [
+    assert [p.name for p in ground.location.child("run/step_?.*").glob()] == [
         "step_1.pt",
         "step_3.bin",
     ]
-    assert [p.name for p in ground.place.child("run/step_[13].*").glob()] == [
+    assert [p.name for p in ground.location.child("run/step_[13].*").glob()] == [
         "step_1.pt",
         "step_3.bin",
     ]
-    assert ground.place.child("run/step_1.pt").glob() == [ground.place.child("run/step_1.pt")]
-    assert ground.place.child("run/other*").glob() == []
-    assert ground.place.child("nothing/*").glob() == []
+    assert ground.location.child("run/step_1.pt").glob() == [ground.location.child("run/step_1.pt")]
+    assert ground.location.child("run/other*").glob() == []
+    assert ground.location.child("nothing/*").glob() == []
 
 
 def test_stamps(ground: Ground) -> None:
     ground.write("a", b"12345")
-    place = ground.place.child("a")
-    before = place.stamp()
-    assert (before, place.size) == (place.stamp(), 5)
+    location = ground.location.child("a")
+    before = location.stamp()
+    assert (before, location.size) == (location.stamp(), 5)
     assert before[0] == 5
     ground.write("a", b"54321")
-    assert place.stamp() != before
+    assert location.stamp() != before
     with pytest.raises(FileNotFoundError, match="nothing"):
-        ground.place.child("nothing").stamp()
+        ground.location.child("nothing").stamp()
 
 
 def test_bytes(ground: Ground) -> None:
     content = bytes(range(256))
     ground.write("a", content)
     ground.write("empty", b"")
-    place = ground.place.child("a")
-    source = place.open()
+    location = ground.location.child("a")
+    source = location.open()
     assert source.size == 256
     assert source.view(3, 9).tobytes() == content[3:9]
-    assert source.view(0, 256).tobytes() == place.read_bytes() == content
+    assert source.view(0, 256).tobytes() == location.read_bytes() == content
     assert source.view(7, 7).tobytes() == b""
     view = source.view(250, 256)
     assert view.dtype == np.uint8
     source.close()
     assert view.tobytes() == content[250:]  # views outlive their source
-    assert ground.place.child("empty").read_bytes() == b""
-    for act in (ground.place.child("nothing").open, ground.place.child("nothing").read_bytes):
+    assert ground.location.child("empty").read_bytes() == b""
+    for act in (ground.location.child("nothing").open, ground.location.child("nothing").read_bytes):
         with pytest.raises(FileNotFoundError, match="nothing"):
             act()
 
 
 def test_a_source_as_a_file(ground: Ground) -> None:
     ground.write("a", b"0123456789")
-    file = SourceFile(ground.place.child("a").open(), 2, 8)
+    file = SourceFile(ground.location.child("a").open(), 2, 8)
     assert file.read(2) == b"23"
     assert (file.seek(-2, io.SEEK_END), file.read()) == (4, b"67")
     assert (file.seek(1), file.seek(1, io.SEEK_CUR), file.tell()) == (1, 2, 2)
@@ -145,15 +151,15 @@ def test_a_source_as_a_file(ground: Ground) -> None:
 
 
 @pytest.fixture
-def remote() -> Iterator[RemotePlace]:
-    place = parse_place("memory://unit/remote")
-    assert isinstance(place, RemotePlace)
-    yield place
-    place.fs.store.clear()
-    place.fs.pseudo_dirs[:] = [""]
+def remote() -> Iterator[RemoteURL]:
+    location = parse_location("memory://unit/remote")
+    assert isinstance(location, RemoteURL)
+    yield location
+    location.fs.store.clear()
+    location.fs.pseudo_dirs[:] = [""]
 
 
-def test_upload_and_remove(remote: RemotePlace, tmp_path: Path) -> None:
+def test_upload_and_remove(remote: RemoteURL, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
     target = remote.child("deep").child("a.bin")
     target.upload(tmp_path / "a")
@@ -164,25 +170,25 @@ def test_upload_and_remove(remote: RemotePlace, tmp_path: Path) -> None:
     target.remove()  # it is gone already, which is what was wanted
 
 
-def test_a_file_that_changes_while_it_is_read(remote: RemotePlace) -> None:
-    place = remote.child("a")
-    remote.fs.pipe(place.path, b"0123456789")
-    source = place.open()
-    remote.fs.pipe(place.path, b"0123")
+def test_a_file_that_changes_while_it_is_read(remote: RemoteURL) -> None:
+    location = remote.child("a")
+    remote.fs.pipe(location.path, b"0123456789")
+    source = location.open()
+    remote.fs.pipe(location.path, b"0123")
     with pytest.raises(FormatError, match=r"memory://unit/remote/a: asked for 6 bytes .* got 2"):
         source.view(2, 8)
-    remote.fs.rm(place.path)
+    remote.fs.rm(location.path)
     with pytest.raises(FormatError, match=r"memory://unit/remote/a: was removed"):
         source.view(2, 8)
 
 
 def test_only_what_is_asked_for_is_fetched(
-    remote: RemotePlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    remote: RemoteURL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = torch.arange(1000.0)
     save_file({"big": torch.zeros(5_000_000), "small": small}, tmp_path / "a.safetensors")
-    place = remote.child("a.safetensors")
-    place.upload(tmp_path / "a.safetensors")
+    location = remote.child("a.safetensors")
+    location.upload(tmp_path / "a.safetensors")
     fetched: list[int] = []
     original = type(remote.fs).cat_file
 
@@ -191,12 +197,12 @@ def test_only_what_is_asked_for_is_fetched(
         return found
 
     monkeypatch.setattr(type(remote.fs), "cat_file", counting)
-    with open_checkpoint(place) as opened:
+    with open_checkpoint(location) as opened:
         assert sum(fetched) < 1000
         read = opened.read("small", 400, 4000)
     assert np.array_equal(read.view(np.float32), small[100:].numpy())
     assert 3600 < sum(fetched) < 4600
-    assert place.size > 20_000_000
+    assert location.size > 20_000_000
 
 
 def make_error(name: str, base: type[Exception], text: str) -> Exception:
@@ -235,26 +241,29 @@ def test_what_a_server_says_becomes_what_to_do(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    place = RemotePlace(fs, "bucket/a.pt", "s3")
+    location = RemoteURL(fs, "bucket/a.pt", "s3")
     for method in ("info", "ls", "glob", "cat_file", "put_file", "rm_file"):
         monkeypatch.setattr(type(fs), method, fail)
-    source = RemoteSource(fs, place.path, str(place), size=10)
-    for act in (place.is_file, place.is_folder, place.exists, place.children, place.glob,
-                place.stamp, place.open, place.read_bytes, lambda: source.view(0, 4)):  # fmt: skip
+    source = RemoteSource(fs, location.path, str(location), size=10)
+    acts = ("is_file", "is_folder", "exists", "children", "glob", "stamp", "open", "read_bytes")
+    for act in (*(getattr(location, name) for name in acts), lambda: source.view(0, 4)):
         with pytest.raises(kind, match=says) as caught:
             act()
         if error is not caught.value:
             assert str(caught.value).startswith("s3://bucket/a.pt: ")
-    for act in (lambda: place.upload(Path(__file__)), place.remove):
+    for act in (lambda: location.upload(Path(__file__)), location.remove):
         with pytest.raises(OutputError, match=r"It was not (written|removed)"):
             act()
 
 
 def test_other_servers_get_other_advice() -> None:
     error = make_error("DefaultCredentialsError", Exception, "none")
-    with pytest.raises(ConfigError, match="gcloud auth"), telling("gs://bucket/x"):
+    with pytest.raises(ConfigError, match="gcloud auth"), translated_errors("gs://bucket/x"):
         raise error
-    with pytest.raises(ConfigError, match="Log in to it first"), telling("abfs://bucket/x"):
+    with (
+        pytest.raises(ConfigError, match="Log in to it first"),
+        translated_errors("abfs://bucket/x"),
+    ):
         raise error
 
 
@@ -276,23 +285,23 @@ def test_a_package_that_is_missing(
     registry = sys.modules["fsspec.registry"]._registry  # what was imported before
     monkeypatch.delitem(registry, protocol, raising=False)
     with pytest.raises(ConfigError, match=f"{url}: {protocol}:// needs .*{package}"):
-        parse_place(url)
+        parse_location(url)
 
 
 def test_other_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert parse_place("~/a") == LocalPlace(tmp_path / "a")
-    assert parse_place("file:///tmp/a") == LocalPlace("/tmp/a")
-    assert parse_place(tmp_path) == LocalPlace(tmp_path)
+    assert parse_location("~/a") == LocalPath(tmp_path / "a")
+    assert parse_location("file:///tmp/a") == LocalPath("/tmp/a")
+    assert parse_location(tmp_path) == LocalPath(tmp_path)
     assert not is_url("C:/runs/a.pt")
     with pytest.raises(ConfigError, match=r"nonsense://x: .*Give a path or a URL"):
-        parse_place("nonsense://x")
+        parse_location("nonsense://x")
     with pytest.raises(LawaError):
-        open_checkpoint(parse_place("memory://nowhere/a.pt"))
+        open_checkpoint(parse_location("memory://nowhere/a.pt"))
 
 
 def test_place_is_whole() -> None:
     """The battery above calls every method that a place must have."""
-    assert Place.__abstractmethods__ == {
+    assert Location.__abstractmethods__ == {
         "name", "child", "parent", "is_file", "is_folder", "children", "glob", "stamp", "open"
     }  # fmt: skip

@@ -1,0 +1,146 @@
+"""Metrics files, read and checked: finite numbers, one row per evaluation."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lawa_lab.report.curves import BETTER
+from torch_lawa.errors import FormatError
+from torch_lawa.metrics import Row, read_metrics
+
+__all__ = ["find_files", "read_rows"]
+
+_COUNTS = {"epoch", "step", "num_devices", "k"}
+_IDENTITY = (
+    "recipe", "run", "seed", "step", "epoch", "weights", "k", "coefficients", "batch_norm",
+)  # fmt: skip
+_LABELS = ("recipe", "run", "seed", "coefficients", "batch_norm", "device")
+
+
+def find_files(paths: Sequence[Path]) -> dict[Path, str | None]:
+    """The metrics files, each once, and the run name that the file itself implies, if any.
+
+    A folder stands for the `metrics.jsonl` files in and below it. If there are none, it stands for
+    its other `.jsonl` files that hold rows of weights, and each of those is a run of its own, named
+    after the file: nothing else tells such files apart.
+    """
+    files: dict[Path, tuple[Path, str | None]] = {}
+    for path in paths:
+        for file, name in _files_in(path) if path.is_dir() else [(path, None)]:
+            files.setdefault(file.resolve(), (file, name))
+    return dict(files.values())
+
+
+def _files_in(folder: Path) -> list[tuple[Path, str | None]]:
+    usual = sorted(folder.rglob("metrics.jsonl"))
+    if usual:
+        return [(file, None) for file in usual]
+    others = sorted(folder.rglob("*.jsonl"))
+    rows = [file for file in others if any("weights" in row for row in read_metrics(file))]
+    if not rows:
+        seen = f" ({', '.join(file.name for file in others)} holds none)" if others else ""
+        raise FormatError(
+            f"{folder}: no metrics.jsonl and no other .jsonl file with rows of weights in or below "
+            f"this folder{seen}. {_WRITERS}"
+        )
+    alone = len(rows) == 1
+    return [
+        (file, None if alone else file.relative_to(folder).with_suffix("").as_posix())
+        for file in rows
+    ]
+
+
+def read_rows(paths: Sequence[Path]) -> list[Row]:
+    """The rows of all files, in the order of files and lines; other kinds of rows are skipped.
+
+    If one file holds the same evaluation twice, the later row counts: a resumed run repeats what
+    came after its last checkpoint. Two files that disagree about an evaluation are refused, because
+    nothing says which of them is right.
+    """
+    rows: dict[tuple[Any, ...], Row] = {}
+    origin: dict[tuple[Any, ...], Path] = {}
+    for file, run in find_files(paths).items():
+        for row in _rows_in(file):
+            row = row if run is None else {**row, "run": run}
+            key = _identity(row)
+            other = origin.setdefault(key, file)
+            if other != file:
+                if not _agree(rows[key], row):
+                    raise FormatError(_conflict(other, file, row))
+                row = max(rows[key], row, key=lambda r: "train_seconds" in r)
+            rows.pop(key, None)  # keep the order of the later row
+            rows[key] = row
+    return list(rows.values())
+
+
+_WRITERS = "`lawa train`, `lawa demo`, `lawa sweep` and evaluate_side_by_side() write such rows."
+
+
+def _rows_in(file: Path) -> list[Row]:
+    rows = []
+    for number, row in enumerate(read_metrics(file), start=1):
+        if "weights" in row:
+            try:
+                rows.append(_checked(row))
+            except ValueError as error:
+                raise FormatError(f"{file}, line {number}: {error}.") from None
+    if not rows:
+        raise FormatError(
+            f"{file}: no row has `weights`, so this is not a metrics file. {_WRITERS}"
+        )
+    return rows
+
+
+def _checked(row: Row) -> Row:
+    if not isinstance(row["weights"], str) or not row["weights"]:
+        raise ValueError(
+            f"`weights` is {row['weights']!r}; use 'raw', 'averaged' or the name of a method"
+        )
+    if row.get("epoch") is None and row.get("step") is None:
+        raise ValueError("the row has neither `epoch` nor `step`")
+    for name, value in row.items():
+        number = name in _COUNTS or name.split("_")[-1] in (*BETTER, "seconds")
+        if number and not isinstance(value, int | float | None):
+            raise ValueError(f"`{name}` is {value!r}, not a number")
+        if number and name.endswith("accuracy") and value is not None and value > 1:
+            raise ValueError(
+                f"`{name}` is {value!r}, but accuracies are fractions of 1; divide percentages by "
+                "100"
+            )
+        if name in _LABELS and isinstance(value, list | dict):
+            raise ValueError(f"`{name}` is {value!r}, not a name")
+    # Python's JSON accepts NaN; a missing value is easier to handle correctly.
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }
+
+
+def _identity(row: Row) -> tuple[Any, ...]:
+    """What identifies an evaluation: which series of which run, and when."""
+    coefficients = row.get("coefficients")
+    if row["weights"] == "raw":
+        coefficients = None
+    elif row["weights"] == "averaged":
+        coefficients = coefficients or "uniform"
+    row = {**row, "coefficients": coefficients}
+    if row.get("step") is not None:
+        row.pop("epoch", None)
+    return tuple(str(row.get(name)) for name in _IDENTITY)
+
+
+def _agree(one: Row, other: Row) -> bool:
+    """Whether two rows hold the same values, as those of a run and a sweep over it do."""
+    shared = (one.keys() & other.keys()) - set(_IDENTITY)
+    return all(one[n] == other[n] for n in shared if not n.endswith("_seconds"))
+
+
+def _conflict(first: Path, second: Path, row: Row) -> str:
+    where = f"step {row['step']}" if row.get("step") is not None else f"epoch {row['epoch']}"
+    seed = "" if row.get("seed") is None else f" of seed {row['seed']}"
+    return (
+        f"{first} and {second} disagree about {where}{seed}, and nothing in their rows tells the "
+        "two runs apart. Report on one file at a time, or give the rows different `run` or `seed` "
+        "values. If a run was resumed into a second file, append that file to the first."
+    )

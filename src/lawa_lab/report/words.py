@@ -1,0 +1,488 @@
+"""Everything a report says in words, and how it writes its numbers.
+
+Each sentence states what some rows of the metrics show. Terminal, page and demo use the same ones.
+"""
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+from lawa_lab.report.curves import Axis, Curve, Metric
+from lawa_lab.report.runs import Run, Series
+from lawa_lab.report.savings import Amount, Mean, RunSeries, Saving, Stretch
+
+if TYPE_CHECKING:
+    from lawa_lab.report.summary import MainRow, WindowRow
+
+# ---------------------------------------------------------------- numbers
+
+
+def say_value(metric: Metric, value: float | None) -> str:
+    """A value of a metric; accuracies in percent.
+
+    >>> say_value(Metric("test_accuracy", "higher"), 0.7631), say_value(Metric("loss", "lower"), 2)
+    ('76.31%', '2.0000')
+    """
+    if value is None:
+        return "-"
+    if metric.name.endswith("accuracy"):
+        return f"{100 * value:.2f}%"
+    usual = value == 0 or 1e-3 <= abs(value) < 1e5
+    return f"{value:.4f}" if usual else f"{value:.4g}"
+
+
+def say_spread(metric: Metric, sd: float, mean: float) -> str:
+    """A standard deviation with as many digits as its mean, or more if it would be zero.
+
+    >>> say_spread(Metric("loss", "lower"), 0.00091, 0.9)
+    '0.0009'
+    """
+    if metric.name.endswith("accuracy") or not 1e-3 <= abs(mean) < 1e5:
+        return say_value(metric, sd).removesuffix("%")
+    return f"{sd:.4f}" if sd == 0 or sd >= 5e-5 else f"{sd:.2g}"
+
+
+def say_mean(metric: Metric, number: Mean | None) -> str:
+    """A mean value with its standard deviation over seeds.
+
+    >>> say_mean(Metric("a_accuracy", "higher"),
+    ...          Mean(mean=0.78, sd=0.0037, low=0.7, high=0.8, num_seeds=3))
+    '78.00% ± 0.37'
+    """
+    if number is None:
+        return "-"
+    spread = "" if number.sd is None else f" ± {say_spread(metric, number.sd, number.mean)}"
+    return f"{say_value(metric, number.mean)}{spread}"
+
+
+def say_difference(metric: Metric, value: float | None) -> str:
+    """A difference of two values: percentage points, or two significant digits.
+
+    >>> say_difference(Metric("test_accuracy", "higher"), 0.0123)
+    '1.23 points'
+    >>> say_difference(Metric("loss", "lower"), 0.01234)
+    '0.012'
+    """
+    if value is None:
+        return "not finite"
+    return f"{100 * value:.2f} points" if metric.name.endswith("accuracy") else f"{value:.2g}"
+
+
+def say_number(number: float | None) -> str:
+    """A count that may be a mean: whole if it nearly is, else with one digit.
+
+    >>> say_number(40.0), say_number(9.6667), say_number(12500.0), say_number(None)
+    ('40', '9.7', '12,500', '-')
+    """
+    if number is None:
+        return "-"
+    whole = abs(number - round(number)) < 0.05 or abs(number) >= 1000
+    return f"{round(number):,}" if whole else f"{number:,.1f}"  # round: there is no "-0"
+
+
+def say_saved(number: float | None) -> str:
+    """What one seed saved; "never" if one of the two series did not reach the target."""
+    return "never" if number is None else say_number(number)
+
+
+def say_axis(axis: Axis, number: float | None = None) -> str:
+    """The unit of an axis, for that number of it.
+
+    >>> say_axis("epoch", 1), say_axis("epoch", 2.5), say_axis("gpu_hours")
+    ('epoch', 'epochs', 'GPU-hours')
+    """
+    one = {"epoch": "epoch", "step": "step", "seconds": "second", "gpu_hours": "GPU-hour"}[axis]
+    return one if number == 1 else f"{one}s"
+
+
+def say_count(number: float, axis: Axis) -> str:
+    """A number with its unit.
+
+    >>> say_count(1.0, "epoch"), say_count(2.5, "step")
+    ('1 epoch', '2.5 steps')
+    """
+    return f"{say_number(number)} {say_axis(axis, number)}"
+
+
+def say_stretch(stretch: Stretch | None) -> str:
+    """Where a stretch is.
+
+    >>> say_stretch(Stretch(begin=10, end=14, num_evaluations=5, worst_at=11, worst_by=0.3))
+    '10–14'
+    """
+    if stretch is None:
+        return "-"
+    begin, end = say_number(stretch.begin), say_number(stretch.end)
+    return begin if begin == end else f"{begin}–{end}"
+
+
+def say_duration(seconds: float | None) -> str:
+    """Seconds as h:min:s, or with one digit if they are few.
+
+    >>> say_duration(3723.0), say_duration(83.0), say_duration(-4.26), say_duration(None)
+    ('1:02:03', '0:01:23', '-4.3 s', '-')
+    """
+    if seconds is None:
+        return "-"
+    sign, left = ("-" if seconds <= -0.05 else ""), abs(seconds)
+    if left < 59.95:
+        return f"{sign}{left:.1f} s"
+    minutes, whole = divmod(round(left), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{sign}{hours}:{minutes:02}:{whole:02}"
+
+
+def say_hours(amount: Amount | None) -> str:
+    """GPU-hours saved; adding zero turns the -0.0 of a small loss into 0."""
+    return "-" if amount is None else f"{round(amount.saved.mean, 2) + 0.0:.2f}"
+
+
+def say_range(number: Mean) -> str:
+    """The smallest and largest of the seeds; nothing for a single seed."""
+    return "" if number.sd is None else f"{say_number(number.low)} to {say_number(number.high)}"
+
+
+def say_seeds(number: int) -> str:
+    """Such as "3 seeds"."""
+    return f"{number} seed{'s' * (number != 1)}"
+
+
+# ---------------------------------------------------------------- names
+
+
+def plain(name: str) -> str:
+    """The name of a metric in plain words.
+
+    >>> plain("test_top5_accuracy"), plain("valid_loss"), plain("train_loss")
+    ('test accuracy (top-5)', 'validation loss', 'training loss')
+    """
+    parts = name.split("_")
+    parts[0] = {"valid": "validation", "train": "training"}.get(parts[0], parts[0])
+    top = next((word for word in parts if word.startswith("top")), None)
+    text = " ".join(word for word in parts if word != top)
+    return f"{text} (top-{top.removeprefix('top')})" if top else text
+
+
+def say_series(series: Series) -> str:
+    """A series for a legend; the usual treatment of BatchNorm is not mentioned.
+
+    >>> say_series(Series("averaged", 10, "exponential:0.9", "copied"))
+    'average, k = 10, exponential 0.9, BatchNorm copied'
+    >>> say_series(Series("ema", coefficients="decay:0.99"))
+    'ema, decay 0.99'
+    """
+    names = {"raw": "raw weights", "averaged": "average"}
+    parts = [names.get(series.weights, series.weights)]
+    if series.k is not None:
+        parts.append(f"k = {series.k}")
+    if series.coefficients not in (None, "uniform"):
+        parts.append(str(series.coefficients).replace(":", " "))
+    if series.batch_norm is not None and not (series.averaged and series.batch_norm != "copied"):
+        parts.append(f"BatchNorm {series.batch_norm}")
+    return ", ".join(parts)
+
+
+def say_short(series: Series) -> str:
+    """A series where space is scarce; re-estimated BatchNorm statistics are not mentioned.
+
+    >>> say_short(Series("averaged", 10, "exponential:0.9", "copied"))
+    'k = 10, exponential 0.9 (BN copied)'
+    """
+    text = replace(series, batch_norm=None).label.replace(":", " ")
+    return f"{text} (BN copied)" if series.batch_norm == "copied" else text
+
+
+# ---------------------------------------------------------------- what was found
+
+
+def finding(recipe: str, metric: Metric, row: "MainRow") -> str:
+    """The headline of one comparison in a sentence."""
+    axis = row.axis
+    baseline = "the raw weights"
+    if row.baseline.batch_norm:
+        baseline += f" (BatchNorm {row.baseline.batch_norm})"
+    begin = f"{recipe}, {row.averaged_run}: {_the_average(row.averaged)}"
+    amount = None if row.headline is None else row.headline.on(axis)
+    if row.headline is not None and amount is not None:
+        return (
+            f"{begin} reached a {plain(metric.name)} of {say_value(metric, row.headline.target)} "
+            f"at {axis} {say_number(amount.averaged_at.mean)}, {baseline} at {axis} "
+            f"{say_number(amount.baseline_at.mean)}: {say_amount(amount, axis)} saved."
+        )
+    if row.unmatched is None:
+        return f"{begin} was never ahead of {baseline} in {plain(metric.name)}: no saving."
+    return (
+        f"{begin} reached a better {plain(metric.name)} than {baseline} ever did, for the first "
+        f"time at {axis} {say_number(row.unmatched.averaged_from.mean)} (in "
+        f"{row.unmatched.num_seeds} of {say_seeds(row.final.num_seeds)})."
+    )
+
+
+def caveat(row: "MainRow") -> str:
+    """How optimistic the headline is: the saving at a value that was not chosen for it."""
+    final = f"at the raw weights' own final value, {_at(row.final, row.axis)}"
+    longest = None if row.headline is None else row.headline.on(row.axis)
+    if longest is None:
+        return f"{final[0].upper()}{final[1:]}."
+    own = [a.saved.mean for each in (row.final, row.best) if (a := each.on(row.axis))]
+    if max(own, default=0.0) <= longest.saved.mean:
+        return f"This target has the largest saving, so the number is optimistic: {final}."
+    return (
+        "Only values that the average itself had are candidates for this target, and at others "
+        f"more was saved: {final}."
+    )
+
+
+def unmatched(row: "MainRow") -> str:
+    """A saving without an upper bound, as a sentence; empty if there is none."""
+    found = row.unmatched
+    if found is None:
+        return ""
+    seeds = row.final.num_seeds
+    where = f" in {found.num_seeds} of {seeds} seeds" if seeds > 1 else ""
+    if found.at_least.mean <= 0:
+        return f"At its end the average was better than the baseline ever was{where}."
+    return (
+        f"At {row.axis} {say_number(found.averaged_from.mean)} the average was better than the "
+        f"baseline ever was{where}: not matched in {say_number(found.baseline_end.mean)} "
+        f"{say_axis(row.axis)}, so more than {say_number(found.at_least.mean)} saved."
+    )
+
+
+def losses(
+    metric: Metric, main: Sequence["MainRow"], windows: Sequence["WindowRow"]
+) -> tuple[str, ...]:
+    """Where the main average of each run lost against its own raw weights, one sentence each."""
+    several = len({row.run for row in windows}) > 1
+    said = []
+    for row in windows:
+        if row.default:
+            parts = [_behind(metric, row, main)]
+            own = [r for r in main if r.averaged_run == r.baseline_run == row.run]
+            for compared in [r for r in own if r.averaged == row.series][:1]:
+                parts += _late(compared)
+            prefix = f"{row.run}, " if several else ""
+            said.append(f"{prefix}{row.series.label}: {'; '.join(parts)}.")
+    return tuple(said)
+
+
+def _behind(metric: Metric, row: "WindowRow", main: Sequence["MainRow"]) -> str:
+    if not row.num_behind:
+        return "never behind its raw weights"
+    text = f"behind its raw weights in {row.num_behind} of {row.num_compared} evaluations"
+    worst = row.worst
+    if worst is None:
+        return f"{text}, but never in most of the seeds"
+    axis = main[0].axis if main else "epoch"
+    at = f"{axis} {say_number(worst.worst_at)}"
+    if worst.worst_by is None:
+        return f"{text}, and not finite at {at}"
+    return f"{text}, at worst by {say_difference(metric, worst.worst_by)} at {at}"
+
+
+def _late(row: "MainRow") -> list[str]:
+    """At which of the baseline's own values the average was later, or never reached it."""
+    parts = []
+    if row.headline is None and row.unmatched is None:
+        parts.append("never ahead of its raw weights, so there is no saving")
+    for name, saving in (("final", row.final), ("best", row.best)):
+        never = sum(s.averaged_at is None for s in saving.by_seed)
+        later = sum(s.saved is not None and s.saved < 0 for s in saving.by_seed)
+        times = [f"later in {later}"] * bool(later) + [f"never in {never}"] * bool(never)
+        if times:
+            seeds = say_seeds(saving.num_seeds)
+            parts.append(f"reached their {name} value {' and '.join(times)} of {seeds}")
+    return parts
+
+
+def seen_in_windows(
+    metric: Metric, rows: Sequence["WindowRow"], axis: Axis, name: Callable[[Series], str]
+) -> str:
+    """Which of several averages saved most and least, and which ended best and worst."""
+    parts = []
+    ahead = [(a.saved.mean, row) for row in rows if row.headline and (a := row.headline.on(axis))]
+    if len(ahead) > 1:
+        (most, longest), (least, shortest) = (pick(ahead, key=itemgetter(0)) for pick in (max, min))
+        parts.append(
+            f"The largest saving is {say_count(most, axis)} with {name(longest.series)} and "
+            f"{say_count(least, axis)} with {name(shortest.series)}."
+        )
+    parts += [
+        f"{name(row.series)} has no saving."
+        for row in rows
+        if row.headline is None and row.unmatched is None
+    ]
+    ended = [(row.final.mean, row) for row in rows if row.final]
+    if len(ended) > 1:
+        order = sorted(ended, key=itemgetter(0), reverse=metric.better == "higher")
+        (good, first), (bad, last) = order[0], order[-1]
+        parts.append(
+            f"At the end {name(first.series)} is best with {say_value(metric, good)} and "
+            f"{name(last.series)} worst with {say_value(metric, bad)}"
+            f"{_against_noise(metric, good - bad, rows)}."
+        )
+    return " ".join(parts)
+
+
+def seen_at_targets(metric: Metric, row: "MainRow") -> str:
+    """How the saving changes towards hard targets."""
+    curve = row.curve
+    num_seeds = max(curve.num_both, default=0)
+    known = [
+        (target, value)
+        for target, value, num_both in zip(curve.target, curve.saved, curve.num_both, strict=True)
+        if value is not None and num_both == num_seeds
+    ]
+    if not known:
+        return ""
+    best_target, best = max(known, key=lambda pair: pair[1])
+    hardest, last = known[-1]
+    text = (
+        f"The mean saving is largest, {say_count(best, row.axis)}, at "
+        f"{say_value(metric, best_target)}; at {say_value(metric, hardest)}, the hardest value "
+        f"that both reached in {num_seeds} of {say_seeds(row.final.num_seeds)}, it is "
+        f"{say_count(last, row.axis)}."
+    )
+    amount = None if row.headline is None else row.headline.on(row.axis)
+    if amount is not None and best > amount.saved.mean:
+        text += " (The headline considers only values that the average had, so it is smaller.)"
+    return text
+
+
+def say_amount(amount: Amount, axis: Axis) -> str:
+    """Such as "73.3 epochs (72%; 72 to 75 by seed)"."""
+    facts = [] if amount.percent is None else [f"{amount.percent:.0f}%"]
+    facts += [f"{say_range(amount.saved)} by seed"] if amount.saved.num_seeds > 1 else []
+    return say_count(amount.saved.mean, axis) + (f" ({'; '.join(facts)})" if facts else "")
+
+
+def _the_average(series: Series) -> str:
+    if series.weights != "averaged":
+        return f"the {say_series(series)} average"
+    return "the average" if series.k is None else f"the average of k = {series.k}"
+
+
+def _at(saving: Saving, axis: Axis) -> str:
+    """The saving at a value of the baseline's own, which the average may never have reached."""
+    amount = saving.on(axis)
+    seeds = say_seeds(saving.num_seeds)
+    if amount is None:
+        return f"which the average never reached in {seeds}, there is none"
+    mean = amount.saved.mean
+    text = f"it is {say_count(mean, axis)}"
+    if saving.num_both < saving.num_seeds:
+        return f"{text} in {saving.num_both} of {seeds} and never reached in the others"
+    return text + (f" ({say_range(amount.saved)} by seed)" if amount.saved.num_seeds > 1 else "")
+
+
+def _against_noise(metric: Metric, difference: float, rows: Sequence["WindowRow"]) -> str:
+    """Whether a difference is larger than the spread of the seeds."""
+    spreads = [row.final.sd for row in rows if row.final and row.final.sd is not None]
+    if not spreads or difference == 0:
+        return ""
+    word = "smaller" if max(spreads) > abs(difference) else "larger"
+    sd = say_difference(metric, max(spreads))
+    return f"; the difference is {word} than the standard deviation over seeds ({sd})"
+
+
+# ---------------------------------------------------------------- what limits the numbers
+
+
+def limits_of(
+    baseline: RunSeries, averaged: RunSeries, metric: Metric, axis: Axis
+) -> tuple[str, ...]:
+    """What limits one comparison: missing seeds, different ends and intervals."""
+    raw, own = (run.curves(series, metric, axis) for run, series in (baseline, averaged))
+    said = []
+    alone = [str(seed) for seed in {**raw, **own} if seed not in raw or seed not in own]
+    if alone:
+        said.append(f"Seed {', '.join(alone)} is left out, because only one of the two has it.")
+    pairs = [(raw[seed], curve) for seed, curve in own.items() if seed in raw]
+    gaps = [(_interval(a), _interval(b)) for a, b in pairs]
+    differ = [(a, b) for a, b in gaps if a is not None and b is not None and a != b]
+    if differ:
+        a, b = differ[0]
+        said.append(
+            f"The baseline was evaluated every {_every(a, axis)}, the average every "
+            f"{_every(b, axis)}. Only evaluations of both count, so the {say_axis(axis)} saved are "
+            "not known more precisely than that."
+        )
+    ends = [(a.at[-1], b.at[-1]) for a, b in pairs if a.at[-1] != b.at[-1]]
+    if ends:
+        said.append(
+            f"The baseline ended at {say_axis(axis, 1)} {say_number(ends[0][0])}, the average at "
+            f"{say_number(ends[0][1])}."
+        )
+    return tuple(said)
+
+
+def _every(gap: float, axis: Axis) -> str:
+    return say_axis(axis, 1) if gap == 1 else say_count(gap, axis)
+
+
+def _interval(curve: Curve) -> float | None:
+    """The usual distance from one evaluation to the next."""
+    gaps = [b - a for a, b in itertools.pairwise(curve.at)]
+    return round(statistics.median(gaps), 6) if gaps else None
+
+
+def notes_on(runs: Sequence[Run], axis: Axis) -> tuple[str, ...]:
+    """What limits all numbers of a recipe; runs with the same limit share a sentence."""
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        for note in _notes(run, axis):
+            found.setdefault(note, []).append(run.name)
+    return tuple(f"{', '.join(names)}: {note}" for note, names in found.items())
+
+
+def _notes(run: Run, axis: Axis) -> Iterable[str]:
+    if len(run.seeds) == 1:
+        yield "only one seed, so the result cannot be separated from noise."
+    ends = dict.fromkeys(
+        rows[-1][axis] for seed in run.seeds if (rows := run.rows_of(Series(), seed))
+    )
+    if len(ends) > 1:
+        places = ", ".join(say_number(end) for end in ends)
+        yield f"seeds ended at different {say_axis(axis)} ({places})."
+    timeless = [s for s in run.series if "seconds" not in run.axes(s)]
+    if timeless:
+        which = "; ".join(each.label for each in timeless)
+        some = "" if len(timeless) == len(run.series) else f" of {which}"
+        yield (
+            f"time and GPU-hours{some} are unknown, because rows have no `train_seconds` or it "
+            "decreases."
+        )
+    elif any("gpu_hours" not in run.axes(s) for s in run.series):
+        yield "GPU-hours are unknown: trained on a CPU, or rows do not name the GPUs."
+
+
+def definitions(axes: Sequence[Axis]) -> tuple[str, ...]:
+    """How each number is defined."""
+    units = " or ".join(dict.fromkeys(say_axis(axis) for axis in axes))
+    return (
+        "A series reaches a value at the first evaluation that is as good or better. Once is "
+        "enough, for raw and averaged weights alike, so noise helps whichever series is noisier. "
+        "If one was evaluated more often than the other, only evaluations of both count.",
+        "The saving at a value is what the baseline took to reach it minus what the average took, "
+        "seed by seed; then mean, standard deviation and range over the seeds in which both "
+        "reached it.",
+        f"The headline (“largest”) is the paper's number: the most {units} until the baseline "
+        "matches the average. It is one value for all seeds, which the average had and both "
+        "reached in every seed; steps, time and GPU-hours are those to the same value. As a "
+        "maximum over values it is optimistic. The savings at the baseline's own final and best "
+        "values, each seed with its own, are not chosen.",
+        "If the average became better than the baseline ever was, the saving has only a lower "
+        "bound: from there to the end of the baseline.",
+        "“Alike” compares with raw weights whose BatchNorm statistics were made in the same way as "
+        "the average's, which shows what averaging saved. “Usual” compares with raw weights with "
+        "running statistics; part of that gain is due to BatchNorm.",
+        "Time is training plus everything the series itself has cost so far: its evaluations and "
+        "BatchNorm passes, and for an average also collecting, averaging, and the usual "
+        "evaluations of the raw weights. Other series are not charged to it. GPU-hours are that "
+        "time multiplied by the number of GPUs.",
+        "An average is behind if the raw weights of the same moment were better. A stretch is a "
+        "sequence of evaluations in which that was so in most of the seeds.",
+    )

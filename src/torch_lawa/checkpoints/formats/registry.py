@@ -1,0 +1,274 @@
+"""The registry of checkpoint formats: how each is recognised, opened and written.
+
+A format is one module and one entry here. Finding checkpoints, opening them, planning an output and
+the lists of formats in messages and documentation all read this table, so a format that is added
+with `register` is known everywhere. The modules themselves are imported when they are needed.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch_lawa.checkpoints.formats.huggingface import FOLDER_FILES
+from torch_lawa.checkpoints.storage.atomic import sync_file
+from torch_lawa.errors import ConfigError, FormatError
+
+if TYPE_CHECKING:
+    from torch_lawa.checkpoints.formats.base import Checkpoint
+    from torch_lawa.checkpoints.storage.paths import Location
+
+__all__ = [
+    "FORMATS",
+    "Format",
+    "FormatWriter",
+    "StagedValues",
+    "describe_formats",
+    "file_suffixes",
+    "format_of_file",
+    "format_of_folder",
+    "format_of_layout",
+    "is_checkpoint_folder",
+    "open_checkpoint",
+    "output_layouts",
+    "register",
+]
+
+
+@dataclass(frozen=True)
+class StagedValues:
+    """A finished average in one safetensors file, which a writer converts to its own format."""
+
+    values: Path  # the safetensors file; memory-map it (`read_header`, `load_tensors`)
+    target: Path  # the file to write, or the folder to write into
+    aliases: Mapping[str, str]  # other names of tied tensors, with the name in `values`
+    metadata: Mapping[str, str]  # the newest input's, and the provenance of the average
+    nested_under: str  # the dotted key that held the weights in the inputs ("" for the top)
+
+
+@dataclass(frozen=True)
+class FormatWriter:
+    """How a format is written.
+
+    The values of an average arrive in pieces, in any order, from several threads or processes. So
+    they are always written to safetensors files whose layout is planned beforehand
+    (`safetensors_folder.FolderSink`). Without `convert` these files are the result. Otherwise
+    there is one, and `convert` writes the result from it; both are on disk for a moment.
+    """
+
+    layouts: tuple[str, ...] = ()  # values of --layout that write a folder of this format
+    convert: Callable[[StagedValues], None] | None = None
+
+    def finish(self, staged: StagedValues) -> None:
+        """Replace the staged values by the result, flushed to disk."""
+        if self.convert is None:
+            return
+        aside = staged.values.rename(staged.values.with_name(f"{staged.values.name}.values"))
+        self.convert(replace(staged, values=aside))
+        aside.unlink()
+        for path in staged.target.iterdir() if staged.target.is_dir() else (staged.target,):
+            sync_file(path)
+
+
+@dataclass(frozen=True)
+class Format:
+    """An entry of the registry.
+
+    A file belongs to a format by its suffix; a folder is one checkpoint of a format if it contains
+    one of `folder_files`. With `exclusive` that holds whatever else the folder contains; otherwise
+    the folder is a run if its entries have steps in their names.
+    """
+
+    name: str  # in plans and for programs
+    title: str  # in messages: "PyTorch file"
+    description: str  # one line for documentation and --help
+    open: "Callable[[Location, str | None], Checkpoint]"  # a file or folder, and --key
+    suffixes: tuple[str, ...] = ()
+    folder_files: tuple[str, ...] = ()
+    exclusive: bool = False
+    writer: FormatWriter | None = None
+
+
+FORMATS: dict[str, Format] = {}  # by name, in the order in which they are tried and listed
+
+
+def register(new: Format) -> Format:
+    """Add a format. Its suffixes and layouts must not belong to another one."""
+    for known in FORMATS.values():
+        both = (set(known.suffixes) & set(new.suffixes)) | (_layouts(known) & _layouts(new))
+        if known.name == new.name or both:
+            raise ConfigError(
+                f"format {new.name!r}: {', '.join(sorted(both)) or 'its name'} already belongs to "
+                f"the format {known.name!r}. Choose another."
+            )
+    FORMATS[new.name] = new
+    return new
+
+
+def _layouts(known: Format) -> set[str]:
+    return set(known.writer.layouts) if known.writer is not None else set()
+
+
+def file_suffixes() -> tuple[str, ...]:
+    """The suffixes of all formats.
+
+    >>> file_suffixes()
+    ('.safetensors', '.pt', '.pth', '.bin', '.ckpt', '.tar')
+    """
+    return tuple(suffix for known in FORMATS.values() for suffix in known.suffixes)
+
+
+def output_layouts() -> tuple[str, ...]:
+    """The values of `--layout`.
+
+    >>> output_layouts()
+    ('single', 'sharded', 'distributed')
+    """
+    return tuple(
+        layout for known in FORMATS.values() if known.writer for layout in known.writer.layouts
+    )
+
+
+def describe_formats() -> list[str]:
+    """One line per format, for documentation and `--help`.
+
+    >>> print(*describe_formats(), sep="\\n")
+    safetensors: one safetensors file (.safetensors); read, write
+    torch: file of torch.save: a state dict, alone or nested (.pt .pth .bin .ckpt .tar); read, write
+    distributed: folder of torch.distributed.checkpoint, from any number of ranks; read, write
+    huggingface: folder that from_pretrained loads: one file or shards, also PEFT adapters; read
+    """
+    lines = []
+    for known in FORMATS.values():
+        suffixes = f" ({' '.join(known.suffixes)})" if known.suffixes else ""
+        uses = "read, write" if known.writer else "read"
+        lines.append(f"{known.name}: {known.description}{suffixes}; {uses}")
+    return lines
+
+
+def format_of_file(location: "Location") -> Format | None:
+    """The format that a file has by its suffix."""
+    return next((f for f in FORMATS.values() if location.suffix in f.suffixes), None)
+
+
+def format_of_folder(names: Collection[str]) -> Format | None:
+    """The format of which a folder with files of these names is one checkpoint.
+
+    >>> format_of_folder([".metadata", "__0_0.distcp"]).name
+    'distributed'
+    """
+    found = [f for f in FORMATS.values() if any(name in names for name in f.folder_files)]
+    return next((f for f in found if f.exclusive), found[0] if found else None)
+
+
+def format_of_layout(layout: str) -> Format:
+    """The format of a folder that is written with `--layout`."""
+    for known in FORMATS.values():
+        if known.writer is not None and layout in known.writer.layouts:
+            return known
+    raise ConfigError(f"layout {layout!r} is unknown; use one of {', '.join(output_layouts())}.")
+
+
+def is_checkpoint_folder(folder: "Location") -> bool:
+    """Whether a folder is itself one checkpoint (and not a run that contains some)."""
+    return format_of_folder([child.name for child in folder.children()]) is not None
+
+
+def open_checkpoint(location: "Location", *, key: str | None = None) -> "Checkpoint":
+    """Open the checkpoint at a path or URL.
+
+    `key` names the entry of a PyTorch file that holds the weights, where there are several.
+    """
+    if location.is_folder():
+        found = format_of_folder([child.name for child in location.children()])
+        if found is None:
+            known = ", ".join(f.folder_files[0] for f in FORMATS.values() if f.folder_files)
+            raise FormatError(f"{location}: no checkpoint here: looked for {known}, …")
+        return found.open(location, key)
+    if not location.is_file():
+        raise FormatError(f"{location}: there is no such file or folder.")
+    found = format_of_file(location)
+    if found is None:
+        raise FormatError(
+            f"{location}: not a checkpoint by its name; known are {', '.join(file_suffixes())} and "
+            "folders."
+        )
+    return found.open(location, key)
+
+
+def _open_safetensors(location: "Location", _key: str | None) -> "Checkpoint":
+    from torch_lawa.checkpoints.formats.safetensors import SafetensorsFile
+
+    return SafetensorsFile(location)
+
+
+def _open_torch(location: "Location", key: str | None) -> "Checkpoint":
+    from torch_lawa.checkpoints.formats.torch_file import TorchFile
+
+    return TorchFile(location, key=key)
+
+
+def _open_distributed(location: "Location", key: str | None) -> "Checkpoint":
+    from torch_lawa.checkpoints.formats.dcp import DistributedCheckpoint
+
+    return DistributedCheckpoint(location, key=key)
+
+
+def _open_huggingface(location: "Location", key: str | None) -> "Checkpoint":
+    from torch_lawa.checkpoints.formats.huggingface import open_folder
+
+    return open_folder(location, key)
+
+
+def _write_torch(staged: StagedValues) -> None:
+    from torch_lawa.checkpoints.formats.torch_write import write_file
+
+    write_file(staged)
+
+
+def _write_distributed(staged: StagedValues) -> None:
+    from torch_lawa.checkpoints.formats.torch_write import write_distributed
+
+    write_distributed(staged)
+
+
+register(
+    Format(
+        name="safetensors",
+        title="safetensors",
+        description="one safetensors file",
+        open=_open_safetensors,
+        suffixes=(".safetensors",),
+        writer=FormatWriter(layouts=("single", "sharded")),  # folders that from_pretrained loads
+    )
+)
+register(
+    Format(
+        name="torch",
+        title="PyTorch file",
+        description="file of torch.save: a state dict, alone or nested",
+        open=_open_torch,
+        suffixes=(".pt", ".pth", ".bin", ".ckpt", ".tar"),
+        writer=FormatWriter(convert=_write_torch),
+    )
+)
+register(
+    Format(
+        name="distributed",
+        title="PyTorch distributed checkpoint",
+        description="folder of torch.distributed.checkpoint, from any number of ranks",
+        open=_open_distributed,
+        folder_files=(".metadata",),
+        exclusive=True,
+        writer=FormatWriter(layouts=("distributed",), convert=_write_distributed),
+    )
+)
+register(
+    Format(
+        name="huggingface",
+        title="Hugging Face folder",
+        description="folder that from_pretrained loads: one file or shards, also PEFT adapters",
+        open=_open_huggingface,
+        folder_files=FOLDER_FILES,
+    )
+)

@@ -1,0 +1,150 @@
+"""Folders of safetensors files that `from_pretrained` of Hugging Face libraries reads, written.
+
+Which file holds which tensor, the names of the files, and their values in any order.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from torch_lawa.checkpoints.formats.base import TensorSpec
+from torch_lawa.checkpoints.formats.safetensors import encode_header
+from torch_lawa.checkpoints.storage.atomic import reserve, start_flushing, sync_file
+from torch_lawa.errors import ConfigError
+from torch_lawa.mean.dtypes import DTYPES
+
+if TYPE_CHECKING:
+    from torch_lawa.mean.kernels import Bytes
+
+__all__ = [
+    "DEFAULT_SHARD",
+    "FolderSink",
+    "group_by_size",
+    "lay_file",
+    "shard_names",
+    "widest_first",
+    "write_at",
+    "write_index",
+]
+
+DEFAULT_SHARD = 5_000_000_000  # bytes, what Hugging Face's `save_pretrained` has used for years
+_FLUSH_EVERY = 64 * 1024 * 1024  # bytes
+
+_T = TypeVar("_T")
+
+
+def group_by_size(
+    items: Iterable[_T], spec: Callable[[_T], TensorSpec], limit: int
+) -> list[list[_T]]:
+    """Items in their order, in groups of at most `limit` bytes; a larger one stands alone.
+
+    >>> group_by_size([2, 3, 9, 1], lambda n: TensorSpec("U8", (n,)), limit=5)
+    [[2, 3], [9], [1]]
+    """
+    if limit < 1:
+        raise ConfigError(f"shards of at most {limit} bytes cannot hold anything.")
+    groups: list[list[_T]] = [[]]
+    size = 0
+    for item in items:
+        num_bytes = spec(item).nbytes
+        if groups[-1] and size + num_bytes > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(item)
+        size += num_bytes
+    return groups
+
+
+def widest_first(items: Iterable[_T], spec: Callable[[_T], TensorSpec]) -> tuple[_T, ...]:
+    """Widest first keeps every tensor aligned without gaps, which the format does not allow."""
+    return tuple(sorted(items, key=lambda item: -DTYPES[spec(item).dtype].itemsize))
+
+
+def shard_names(stem: str, num_shards: int) -> list[str]:
+    """What the shards are called.
+
+    >>> shard_names("model", 2)
+    ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
+    """
+    total = f"{num_shards:05d}"
+    return [f"{stem}-{i:05d}-of-{total}.safetensors" for i in range(1, num_shards + 1)]
+
+
+def lay_file(
+    path: Path,
+    entries: Sequence[tuple[str, TensorSpec]],
+    metadata: Mapping[str, str],
+    *,
+    flushed: bool = False,
+) -> tuple[dict[str, int], int]:
+    """Make a file with its header and room for the values: where each begins, and its size.
+
+    `flushed` sees to it that other machines find all of that before they write into it.
+    """
+    header, starts, size = encode_header(entries, metadata)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        reserve(handle, size, path)
+        write_at(handle, header, 0)
+        if flushed:
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+    return starts, size
+
+
+def write_at(handle: int, data: bytes | memoryview, at: int) -> None:
+    """All of `data` into an open file, from byte `at` on."""
+    rest = memoryview(data)
+    while rest:
+        n = os.pwrite(handle, rest, at)
+        rest, at = rest[n:], at + n
+
+
+class FolderSink:
+    """Files made by `lay_file`, filled piece by piece, in any order and from any thread.
+
+    `starts` says where in which file each tensor begins: file -> tensor -> byte.
+    """
+
+    def __init__(self, folder: Path, starts: Mapping[str, Mapping[str, int]]) -> None:
+        self._starts: dict[str, tuple[int, int]] = {}  # tensor -> open file, byte
+        self._handles: list[int] = []
+        self._unflushed = 0
+        try:
+            for file, tensors in starts.items():
+                handle = os.open(folder / file, os.O_WRONLY)
+                self._handles.append(handle)
+                self._starts |= {name: (handle, start) for name, start in tensors.items()}
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, name: str, begin: int, piece: "Bytes") -> None:
+        """Write bytes of a tensor, from its byte `begin` on."""
+        handle, start = self._starts[name]
+        write_at(handle, piece.data, start + begin)
+        # The disk writes while the next pieces are computed, so the final flush has little to do.
+        self._unflushed += len(piece)  # from several threads: about right is enough
+        if self._unflushed > _FLUSH_EVERY:
+            self._unflushed = 0
+            start_flushing(handle)
+
+    def flush(self) -> None:
+        """Make what was written survive a power cut."""
+        for handle in self._handles:
+            os.fsync(handle)
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._handles:
+            os.close(self._handles.pop())
+
+
+def write_index(path: Path, weight_map: Mapping[str, str], num_bytes: int) -> None:
+    """The file that says which shard has which tensor, flushed."""
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(weight_map)}
+    path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    sync_file(path)

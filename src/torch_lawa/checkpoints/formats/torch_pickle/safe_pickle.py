@@ -1,0 +1,260 @@
+"""Pickles read as data: a name in them becomes a label, a call becomes a record of that call.
+
+Python's unpickler imports what a file names and calls it. This one imports nothing and calls only
+the makers it is given, which are ours. It is built on the one written in Python: in the one written
+in C, five bytes can ask for 64 GiB (LONG_BINPUT) and hashing nested tuples can overflow its stack.
+"""
+
+import io
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch_lawa.checkpoints.formats.pickle_names import DICTS, HARMLESS
+from torch_lawa.errors import FormatError
+
+if TYPE_CHECKING:
+    from torch_lawa.mean.kernels import Bytes
+
+__all__ = ["MAX_PICKLE", "Label", "Maker", "Record", "Tree", "inside", "load_pickle"]
+
+MAX_PICKLE = 512 * 1024 * 1024
+_MAX_MESSAGE = 200
+
+Maker = Callable[..., object]
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A name that a pickle refers to, `torch.float32`; it stands for nothing but itself."""
+
+    path: str
+
+
+class Record:
+    """An object that was not made: its class or function, the arguments, and what came after."""
+
+    __slots__ = ("args", "items", "path", "state")
+
+    def __init__(self, path: str, args: tuple[object, ...] = ()) -> None:
+        self.path, self.args = path, args
+        self.state: Any = None
+        self.items: list[object] | None = None
+
+    def add(self, items: list[object]) -> None:
+        """What a list or a set would have been given."""
+        if self.items is None:
+            self.items = []
+        self.items += items
+
+
+def load_pickle(
+    data: "bytes | Bytes",
+    location: object,
+    makers: Mapping[str, Maker | None],
+    load_storage: Maker | None = None,
+) -> Any:
+    """What a pickle holds: plain values, labels, records, and what `makers` make.
+
+    `makers` are the only functions that are ever called, by the name that the pickle uses; with
+    None in place of one, the name is allowed and no more. `load_storage` answers persistent ids.
+    Whatever goes wrong is a FormatError that names `location`.
+
+    >>> load_pickle(pickle.dumps({"a": [1, (2.5, None)]}), "a.pt", {})
+    {'a': [1, (2.5, None)]}
+    >>> load_pickle(pickle.dumps(print), "a.pt", {})
+    Traceback (most recent call last):
+    torch_lawa.errors.FormatError: a.pt: asks for builtins.print, which no weights need...
+    """
+    if len(data) > MAX_PICKLE:
+        raise FormatError(
+            f"{location}: holds a pickle of {len(data)} bytes, more than {MAX_PICKLE}: save "
+            "model.state_dict() alone."
+        )
+    file = io.BytesIO(data if isinstance(data, bytes) else data.tobytes())
+    try:
+        return _Unpickler(file, location, makers, load_storage).load()
+    except FormatError:
+        raise
+    except Exception as error:  # bytes that are no pickle can raise anything
+        what = f"{type(error).__name__}: {error}"[:_MAX_MESSAGE]
+        raise FormatError(
+            f"{location}: the pickle in it is broken ({what}). Write the file again."
+        ) from None
+
+
+def inside(thing: object) -> Iterator[object]:
+    """What a container of a loaded pickle directly holds; nothing for other values."""
+    if isinstance(thing, dict):
+        yield from thing.values()
+    elif isinstance(thing, list | tuple):
+        yield from thing
+    elif isinstance(thing, Record):
+        yield from (*thing.args, thing.state, *(thing.items or ()))
+
+
+class Tree(dict[object, object]):
+    """A dict that was an OrderedDict or the like, with the attributes it was given."""
+
+    attributes: object = None
+
+
+def _make_dict(*args: Any) -> Tree:
+    """OrderedDict, Counter, defaultdict: their class does not matter here."""
+    found = Tree()
+    for arg in args:
+        pairs = arg.items() if isinstance(arg, dict) else arg if isinstance(arg, list) else ()
+        for key, value in pairs:
+            _put(found, key, value)
+    return found
+
+
+def _put(target: object, key: object, value: object) -> None:
+    if isinstance(target, Record):
+        target.add([(key, value)])
+    elif isinstance(target, dict):
+        if type(key) is not str:
+            _check_key(key)
+        target[key] = value
+    else:
+        raise pickle.UnpicklingError(f"an item was set on a {type(target).__name__}")
+
+
+def _check_key(key: object, depth: int = 0) -> None:
+    """Tuples in tuples are hashed by recursion that nothing bounds: only small ones may be keys."""
+    if isinstance(key, tuple) and depth < 3 and len(key) <= 16:
+        for part in key:
+            _check_key(part, depth + 1)
+    elif not isinstance(key, str | bytes | int | float | complex | Label | Record | None):
+        raise pickle.UnpicklingError(f"a {type(key).__name__} was used as a key")
+
+
+class _Unpickler(pickle._Unpickler):
+    """The opcodes that name, call, build or fill something, replaced; extension codes removed."""
+
+    if TYPE_CHECKING:
+        stack: list[Any]
+        append: Callable[[object], None]
+        pop_mark: Callable[[], list[Any]]
+        readline: Callable[[], bytes]
+        load_binbytes8: Callable[..., None]
+
+    def __init__(
+        self,
+        file: io.BytesIO,
+        location: object,
+        makers: Mapping[str, Maker | None],
+        load_storage: Maker | None,
+    ) -> None:
+        super().__init__(file, encoding="utf-8", errors="replace")
+        self._location, self._load_storage = location, load_storage
+        self._makers: Mapping[str, Maker | None] = {**dict.fromkeys(DICTS, _make_dict), **makers}
+
+    def find_class(self, module: str, name: str) -> Label:
+        path = f"{'builtins' if module == '__builtin__' else module}.{name}"
+        if path in self._makers or path in HARMLESS:
+            return Label(path)
+        shown = path if path.isprintable() else repr(path)
+        raise FormatError(
+            f"{self._location}: asks for {shown[:_MAX_MESSAGE]}, which no weights need; it was not "
+            "executed. If you trust the file, load it with torch and save model.state_dict() "
+            "alone, or convert it to safetensors."
+        )
+
+    def persistent_load(self, pid: object) -> object:
+        if self._load_storage is None:
+            raise pickle.UnpicklingError("a persistent id where there are no storages")
+        return self._load_storage(pid)
+
+    def _call(self, label: object, args: object) -> object:
+        if not isinstance(label, Label) or not isinstance(args, tuple):
+            raise pickle.UnpicklingError(f"a {type(label).__name__} was called")
+        maker = self._makers.get(label.path)
+        return Record(label.path, args) if maker is None else maker(*args)
+
+    def _reduce(self) -> None:  # and NEWOBJ: (what to call, arguments)
+        args = self.stack.pop()
+        self.stack[-1] = self._call(self.stack[-1], args)
+
+    def _newobj_ex(self) -> None:
+        kwargs, args = self.stack.pop(), self.stack.pop()
+        self.stack[-1] = self._call(self.stack[-1], (*args, kwargs))
+
+    def _inst(self) -> None:
+        module, name = (self.readline()[:-1].decode() for _ in range(2))
+        made = self._call(self.find_class(module, name), tuple(self.pop_mark()))
+        self.append(made)  # `pop_mark` has put another `append` in place
+
+    def _obj(self) -> None:
+        label, *args = self.pop_mark()
+        self.append(self._call(label, tuple(args)))
+
+    def _build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if isinstance(target, Record):
+            target.state = state
+        elif isinstance(target, Tree):
+            target.attributes = state
+        elif not isinstance(target, dict):
+            raise pickle.UnpicklingError(f"a {type(target).__name__} was given a state")
+
+    def _extend(self, items: list[object]) -> None:
+        target = self.stack[-1]
+        if isinstance(target, Record):
+            target.add(items)
+        elif isinstance(target, list):
+            target.extend(items)
+        else:
+            raise pickle.UnpicklingError(f"an item was added to a {type(target).__name__}")
+
+    def _append(self) -> None:
+        item = self.stack.pop()
+        self._extend([item])
+
+    def _appends(self) -> None:  # and ADDITEMS
+        items = self.pop_mark()
+        self._extend(items)
+
+    def _setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        _put(self.stack[-1], key, value)
+
+    def _setitems(self) -> None:
+        items = self.pop_mark()
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            _put(self.stack[-1], key, value)
+
+    def _dict(self) -> None:
+        items = self.pop_mark()
+        self.append(_make_dict(list(zip(items[::2], items[1::2], strict=True))))
+
+    def _empty_set(self) -> None:
+        self.append(Record("builtins.set"))
+
+    def _frozenset(self) -> None:
+        items = self.pop_mark()
+        self.append(Record("builtins.frozenset", tuple(items)))
+
+    dispatch = {
+        code: load
+        for code, load in pickle._Unpickler.dispatch.items()
+        if bytes([code]) not in (pickle.EXT1, pickle.EXT2, pickle.EXT4)
+    } | {
+        pickle.REDUCE[0]: _reduce,
+        pickle.NEWOBJ[0]: _reduce,
+        pickle.NEWOBJ_EX[0]: _newobj_ex,
+        pickle.INST[0]: _inst,
+        pickle.OBJ[0]: _obj,
+        pickle.BUILD[0]: _build,
+        pickle.APPEND[0]: _append,
+        pickle.APPENDS[0]: _appends,
+        pickle.ADDITEMS[0]: _appends,
+        pickle.SETITEM[0]: _setitem,
+        pickle.SETITEMS[0]: _setitems,
+        pickle.DICT[0]: _dict,
+        pickle.EMPTY_SET[0]: _empty_set,
+        pickle.FROZENSET[0]: _frozenset,
+        # The same on disk; theirs reserves the claimed length before it looks.
+        pickle.BYTEARRAY8[0]: pickle._Unpickler.dispatch[pickle.BINBYTES8[0]],
+    }  # type: ignore[assignment]

@@ -1,0 +1,260 @@
+"""Where the weights are in what a training loop saved, and what their names are.
+
+A file of PyTorch holds any object; usual are a state dict, or a dict with one under a known key
+beside the optimizer and other things.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from torch_lawa.checkpoints.formats.base import TrainingProgress
+from torch_lawa.checkpoints.formats.torch_pickle.safe_pickle import Tree, inside
+from torch_lawa.errors import FormatError
+
+__all__ = [
+    "PROGRESS_KEYS",
+    "WEIGHT_KEYS",
+    "FoundWeights",
+    "find_progress",
+    "find_weights",
+    "is_training_state",
+]
+
+WEIGHT_KEYS = ("state_dict", "model_state_dict", "model", "module", "state_dict_ema", "model_ema")
+_STEP_KEYS = ("global_step", "step", "iteration", "iter_num")
+PROGRESS_KEYS = (*_STEP_KEYS, "epoch")
+_TRAINING_STATE = (
+    *("optim", "lr_sched", "scheduler", "averager", "scaler", "callback", "loops"),
+    *("dataloader", "train_state", "rng", "random_state"),
+)
+_MAX_DEPTH = 32
+_MAX_NAMES = 1_000_000
+_CHOOSE = "choose with --key"
+
+Leaf = TypeVar("Leaf")
+Dict = dict[object, object]
+
+
+@dataclass(frozen=True)
+class FoundWeights(Generic[Leaf]):
+    """The tensors that were found, the dotted key they are under ("" for the top), and notes.
+
+    `metadata` is what a state dict says of itself in plain text, in its `_metadata`.
+    """
+
+    tensors: dict[str, Leaf]
+    key: str
+    notes: tuple[str, ...]
+    metadata: dict[str, str]
+
+
+def find_weights(
+    top: object,
+    leaf: type[Leaf],
+    location: object,
+    *,
+    key: str | None = None,
+    all_if_unclear: bool = False,
+) -> FoundWeights[Leaf]:
+    """The weights in a loaded object, under their canonical names; `leaf` is what tensors are.
+
+    `key` says where to look ("." is the top). With `all_if_unclear`, a dict of dicts without a
+    known key and without an optimizer is taken whole; else it is an error that lists the choices.
+
+    >>> found = find_weights({"model": {"module.w": 1.5}, "optimizer": {"m": 2.5}}, float, "a.pt")
+    >>> found.tensors, found.key
+    ({'w': 1.5}, 'model')
+    """
+    finder = _Finder(leaf, location)
+    if not isinstance(top, dict):
+        raise FormatError(
+            f"{location}: holds a {type(top).__name__}, not a dict of named tensors: save "
+            "model.state_dict()."
+        )
+    if key is not None:
+        return finder.collect(finder.look_up(top, key), key if key != "." else "", ())
+    return finder.collect(*finder.guess(top, all_if_unclear))
+
+
+def find_progress(top: object) -> TrainingProgress:
+    """Step and epoch, where they are plain numbers at the top.
+
+    >>> find_progress({"global_step": 500, "epoch": 3})
+    TrainingProgress(step=500, epoch=3)
+    """
+
+    def number(*keys: str) -> int | None:
+        if not isinstance(top, dict):
+            return None
+        values = (top[k] for k in keys if k in top)
+        return next((v for v in values if type(v) is int and 0 <= v < 2**63), None)
+
+    return TrainingProgress(number(*_STEP_KEYS), number("epoch"))
+
+
+def is_training_state(key: object) -> bool:
+    """Whether a key names what training keeps beside the weights.
+
+    >>> is_training_state("optimizer_states"), is_training_state("encoder")
+    (True, False)
+    """
+    return str(key).lower().startswith(_TRAINING_STATE)
+
+
+class _Finder(Generic[Leaf]):
+    def __init__(self, leaf: type[Leaf], location: object) -> None:
+        self._leaf, self._location = leaf, location
+        self._known: dict[int, bool] = {}  # by id: everything lives as long as the top does
+
+    def look_up(self, top: Dict, key: str) -> Dict:
+        """The dict under a dotted key."""
+        if key == ".":
+            return top
+        node: object = top
+        rest = key
+        while rest and isinstance(node, dict):
+            named = {str(k): v for k, v in node.items() if isinstance(k, str | int)}
+            parts = rest.split(".")
+            heads = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+            head = next((h for h in heads if h in named), None)
+            if head is None:
+                break
+            node, rest = named[head], rest[len(head) + 1 :]
+        whole = not rest and key and not key.endswith(".")
+        if not whole or not isinstance(node, dict) or not self._holds(node):
+            raise FormatError(
+                f"{self._location}: there are no weights under the key {key!r}; entries that hold "
+                f"tensors: {self._list_entries(top)}."
+            )
+        return node
+
+    def guess(self, top: Dict, all_if_unclear: bool) -> tuple[Dict, str, tuple[str, ...]]:
+        """The dict that holds the weights, its key, and a note where there was a choice."""
+        nested = [k for k, v in top.items() if not isinstance(v, self._leaf) and self._holds(v)]
+        direct = [k for k, v in top.items() if isinstance(v, self._leaf)]
+        for prefix, tree in self._candidates(top, direct, nested):
+            present = [k for k in WEIGHT_KEYS if self._is_weights(tree.get(k))]
+            if present:
+                first, *others = (prefix + k for k in present)
+                also = ", ".join(map(repr, others))
+                note = f"weights under {first!r} (also there: {also}; {_CHOOSE})"
+                chosen = tree[present[0]]
+                assert isinstance(chosen, dict)
+                return chosen, first, (note,) if others else ()
+        aside = [k for k in nested if is_training_state(k)]
+        if direct and len(aside) == len(nested):
+            note = "left out, not weights: " + ", ".join(map(repr, aside))
+            if not aside:
+                return top, "", ()
+            return {k: v for k, v in top.items() if k not in aside}, "", (note,)
+        inner = [k for name in nested for k in _keys(top[name])]
+        if all_if_unclear and not any(map(is_training_state, (*nested, *inner))):
+            return top, "", ()
+        if not direct and not nested:
+            keys = ", ".join(repr(str(k)) for k in list(top)[:12]) or "nothing"
+            raise FormatError(f"{self._location}: holds no tensors: it has {keys}.")
+        raise FormatError(
+            f"{self._location}: it is not clear which tensors are the weights; {_CHOOSE}, "
+            f"of: {self._list_entries(top)}."
+        )
+
+    def _candidates(
+        self, top: Dict, direct: list[object], nested: list[object]
+    ) -> Iterator[tuple[str, Dict]]:
+        """The top, and what is under its one key where there is one (PyTorch's own `app`)."""
+        yield "", top
+        if len(nested) == 1 and not direct and isinstance(only := top[nested[0]], dict):
+            yield f"{nested[0]}.", only
+
+    def _is_weights(self, value: object) -> bool:
+        return isinstance(value, dict) and self._holds(value)
+
+    def _holds(self, thing: object) -> bool:
+        """Whether there is a tensor somewhere in it; what refers to itself is no trouble."""
+        if id(thing) not in self._known:
+            todo, seen = [thing], {id(thing)}
+            found = False
+            while todo and not found:
+                for value in inside(todo.pop()):
+                    found = found or isinstance(value, self._leaf)
+                    if id(value) not in seen:
+                        seen.add(id(value))
+                        todo.append(value)
+            self._known[id(thing)] = found
+        return self._known[id(thing)]
+
+    def _list_entries(self, top: Dict) -> str:
+        names = []
+        value: Any
+        for key, value in top.items():
+            if isinstance(value, self._leaf) or not self._holds(value):
+                continue
+            direct = any(isinstance(part, self._leaf) for part in inside(value))
+            deeper = [] if direct else [k for k in _keys(value) if self._is_weights(value[k])]
+            names += [f"{key}.{k}" for k in deeper] or [str(key)]
+        more = f" and {len(names) - 12} more" if len(names) > 12 else ""
+        return (", ".join(map(repr, names[:12])) + more or "none") + " ('.' is everything)"
+
+    def collect(self, tree: Dict, key: str, notes: tuple[str, ...]) -> FoundWeights[Leaf]:
+        """The tensors in a dict by dotted names, with what wrappers put in front taken off."""
+        flat: list[tuple[str, Leaf]] = []
+        left_out: list[str] = []
+        for name, value in self._walk(tree, "", 0):
+            if isinstance(value, self._leaf):
+                flat.append((name, value))
+            else:
+                left_out.append(name)
+            if len(flat) + len(left_out) > _MAX_NAMES:
+                raise FormatError(f"{self._location}: more than {_MAX_NAMES} names; damaged?")
+        if left_out:
+            more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
+            notes += ("left out, not tensors: " + ", ".join(map(repr, left_out[:3])) + more,)
+        return FoundWeights(self._canonical(flat), key, notes, _metadata(tree))
+
+    def _walk(self, tree: Dict, prefix: str, depth: int) -> Iterator[tuple[str, object]]:
+        for key, value in tree.items():
+            if not isinstance(key, str | int):
+                raise FormatError(
+                    f"{self._location}: {prefix!r} holds a tensor named by a {type(key).__name__}."
+                )
+            name = f"{prefix}{key}"
+            if isinstance(value, self._leaf) or not self._holds(value):
+                yield name, value
+            elif isinstance(value, dict) and depth < _MAX_DEPTH:
+                yield from self._walk(value, f"{name}.", depth + 1)
+            else:
+                raise FormatError(
+                    f"{self._location}: {name[:200]!r} is a {type(value).__name__} with tensors in "
+                    "it, or nested too deeply; weights are dicts of named tensors."
+                )
+
+    def _canonical(self, flat: list[tuple[str, Leaf]]) -> dict[str, Leaf]:
+        wrapped = bool(flat) and all(name.startswith("module.") for name, _ in flat)
+        found: dict[str, Leaf] = {}
+        for name, value in flat:
+            plain = name.removeprefix("module." if wrapped else "").replace("_orig_mod.", "")
+            if plain in found:
+                raise FormatError(
+                    f"{self._location}: two tensors have the name {plain!r} (one of them from "
+                    f"{name!r}): rename one."
+                )
+            if not plain.isascii() and not _is_text(plain):
+                raise FormatError(f"{self._location}: the name {plain!r} is not text.")
+            found[plain] = value
+        return found
+
+
+def _metadata(tree: object) -> dict[str, str]:
+    attributes = tree.attributes if isinstance(tree, Tree) else None
+    found = attributes.get("_metadata") if isinstance(attributes, dict) else None
+    pairs = found.items() if isinstance(found, dict) else ()
+    return {k: v for k, v in pairs if isinstance(k, str) and isinstance(v, str)}
+
+
+def _keys(thing: object) -> list[object]:
+    return list(thing) if isinstance(thing, dict) else []
+
+
+def _is_text(name: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in name)

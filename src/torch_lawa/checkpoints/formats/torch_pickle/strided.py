@@ -1,0 +1,111 @@
+"""Row-major bytes of tensors that lie otherwise: strided, expanded, or scattered over chunks.
+
+Only the asked range is put together, whatever the size of the tensor.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torch_lawa.checkpoints.formats.base import TensorSpec
+from torch_lawa.mean.dtypes import DTYPES
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from torch_lawa.mean.kernels import Bytes
+
+    Values = NDArray[np.unsignedinteger[Any]]
+
+__all__ = ["MAX_DIMS", "boxes", "copy_strided", "gather_bytes", "is_row_major"]
+
+MAX_DIMS = 32  # of NumPy before 2
+_MAX_VIEW = 64 * 1024 * 1024  # bytes of a source that are looked at together
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether values with these strides (in values) lie in order and without gaps.
+
+    >>> is_row_major((2, 3), (3, 1)), is_row_major((2, 3), (1, 2)), is_row_major((1, 3), (0, 1))
+    (True, False, True)
+    """
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
+    """Values `begin` to `end` in row-major order, as boxes (where they start, their sizes).
+
+    >>> list(boxes((3, 4), 2, 9))
+    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
+    """
+    if begin >= end:
+        return
+    if not shape:
+        yield (), ()
+        return
+    inner = math.prod(shape[1:])
+    row = begin // inner
+    if begin % inner:
+        stop = min(end, (row + 1) * inner)
+        yield from _in_row(shape, row, begin, stop)
+        begin, row = stop, row + 1
+    whole = (end - begin) // inner
+    if whole > 0:
+        yield (row, *(0 for _ in shape[1:])), (whole, *shape[1:])
+        begin, row = begin + whole * inner, row + whole
+    if begin < end:
+        yield from _in_row(shape, row, begin, end)
+
+
+def _in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> Iterator[Box]:
+    before = row * math.prod(shape[1:])
+    for starts, sizes in boxes(shape[1:], begin - before, end - before):
+        yield (row, *starts), (1, *sizes)
+
+
+def gather_bytes(
+    spec: TensorSpec, fill: "Callable[[Values, tuple[int, ...]], None]", begin: int, end: int
+) -> "Bytes":
+    """Bytes `begin` to `end`; `fill(out, starts)` puts the box at `starts` into `out`."""
+    item = DTYPES[spec.dtype].itemsize
+    first, last = begin // item, -(-end // item)
+    out = np.empty(last - first, dtype=f"u{item}")
+    at = 0
+    for starts, sizes in boxes(spec.shape, first, last):
+        fill(out[at : at + math.prod(sizes)].reshape(sizes), starts)
+        at += math.prod(sizes)
+    return out.view(np.uint8)[begin - first * item : end - first * item]
+
+
+def copy_strided(
+    view: "Callable[[int, int], Bytes]", start: int, stride: tuple[int, ...], out: "Values"
+) -> None:
+    """Fill `out` with the values at `start` and `stride`, both in values.
+
+    `view(begin, end)` gives bytes. Where the values span much, they are fetched in parts.
+    """
+    if not out.size:
+        return
+    item = out.itemsize
+    spans = [(size - 1) * step for size, step in zip(out.shape, stride, strict=True)]
+    extent = 1 + sum(spans)
+    if extent * item > _MAX_VIEW:
+        axis = spans.index(max(spans))
+        half = out.shape[axis] // 2
+        before = (slice(None),) * axis
+        copy_strided(view, start, stride, out[(*before, slice(None, half))])
+        copy_strided(view, start + half * stride[axis], stride, out[(*before, slice(half, None))])
+        return
+    data = view(start * item, (start + extent) * item)
+    steps = tuple(step * item for step in stride)
+    # This constructor checks that every value lies within the buffer.
+    out[...] = np.ndarray(out.shape, out.dtype, buffer=data.data, strides=steps)

@@ -1,0 +1,95 @@
+"""Signal handling for long work: Ctrl-C, SIGTERM and a closed terminal. Standard library only.
+
+`interruptible` raises `KeyboardInterrupt` at once, for work that removes its own temporary files.
+`StopRequest` lets the current unit of work finish first.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
+
+__all__ = ["StopRequest", "interruptible"]
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP raise `KeyboardInterrupt` in the block, as Ctrl-C does.
+
+    A second SIGTERM ends the process. A second SIGHUP is ignored, because both the kernel and a
+    shell may send one when a terminal closes. Signals that are ignored (as under nohup) or handled
+    already are left alone, and so are all signals outside the main thread.
+    """
+    numbers = [getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP")]
+    handled = [
+        number
+        for number in numbers
+        if number is not None and _in_main_thread() and signal.getsignal(number) is signal.SIG_DFL
+    ]
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        again = signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN
+        signal.signal(number, again)
+        raise KeyboardInterrupt
+
+    for number in handled:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, signal.SIG_DFL)
+
+
+class StopRequest:
+    """Ctrl-C or SIGTERM in the block sets `event`; a second one raises `KeyboardInterrupt`.
+
+    The work asks `requested` (or waits for `event`) between two units and stops by itself. A
+    launcher such as torchrun may repeat a signal that the terminal has already sent to every
+    process: one that arrives within `repeat_seconds` of the first is taken as the same. Outside the
+    main thread no signal is handled.
+
+    >>> with StopRequest() as stop:
+    ...     signal.raise_signal(signal.SIGTERM)
+    ...     stop.requested
+    True
+    """
+
+    def __init__(self, *, repeat_seconds: float = 0.0) -> None:
+        self.event = threading.Event()
+        self._repeat_seconds, self._first = repeat_seconds, 0.0
+        self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether the work should stop."""
+        return self.event.is_set()
+
+    def __enter__(self) -> "StopRequest":
+        if _in_main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.requested:
+            self._first = time.monotonic()
+            self.event.set()
+        elif time.monotonic() - self._first >= self._repeat_seconds:
+            raise KeyboardInterrupt
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

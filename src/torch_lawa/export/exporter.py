@@ -1,0 +1,111 @@
+"""Carry out an export: every rank averages its shard, rank 0 writes the whole tensor."""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torch_lawa.errors import ConfigError, LayoutError, StateError
+from torch_lawa.export.folder_writer import FolderWriter
+from torch_lawa.export.plan import ExportPlan
+from torch_lawa.ranks.agreement import FailTogether
+from torch_lawa.ranks.barrier import barrier
+from torch_lawa.shards import Sharding
+from torch_lawa.window import Window
+
+__all__ = ["export_average", "gather_tensor"]
+
+# Values are gathered as bits: no backend knows all dtypes, and all of them know these.
+_BITS = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
+
+
+def export_average(
+    window: Window,
+    folder: str | os.PathLike[str],
+    plan_it: Callable[[], ExportPlan],
+    *,
+    overwrite: bool,
+) -> None:
+    """Write what `plan_it` plans to `folder`. All ranks call it; if one fails, all raise.
+
+    A rank holds no more than its window, one tensor whole (twice while it is gathered) and what
+    the mean of its part of that tensor takes.
+    """
+    ranks = FailTogether(per_process=window.per_process)
+    if ranks.size > 1:
+        barrier("averager.save_pretrained")
+    with ranks.failing(), ExitStack() as stack:
+        target = _local(folder)
+        plan = plan_it()
+        if ranks.size > 1 and not window.seen:
+            raise StateError(
+                "the averager was loaded and has seen no model since, so it cannot tell which "
+                "shards its tensors are: pass the model, or call averager.bind(model) first."
+            )
+        _check_same(ranks.exchange("the plan of an export", plan.signature))
+        writer = None
+        if ranks.rank == 0:
+            writer = stack.enter_context(FolderWriter(target, plan, overwrite=overwrite))
+        means = window.mean_by_tensor(plan.n, plan.weights)
+        for tensor in (tensor for file in plan.files for tensor in file.tensors):
+            sharding = window.shardings.get(tensor.name)
+            if sharding is not None and _is_split(sharding):
+                part = means.make(tensor.name, tensor.dtype, _device(sharding))
+                where = f"the gathering of {tensor.name}"
+                ranks.exchange(where)  # no rank starts to gather what another does not have
+                with ranks.collective(where):
+                    whole = gather_tensor(part, sharding)
+                del part
+            elif writer is not None:
+                whole = means.make(tensor.name, tensor.dtype)
+            else:
+                continue
+            if writer is not None:
+                writer.write(tensor, whole)
+            del whole  # not two at a time
+        if writer is not None:
+            writer.finish()
+        ranks.exchange("the end of writing")
+        if writer is not None:
+            writer.publish()
+        ranks.exchange("the published export")
+
+
+def _check_same(signatures: Sequence[str]) -> None:
+    for rank, signature in enumerate(signatures):
+        if signature != signatures[0]:
+            raise LayoutError(
+                f"rank {rank} has other tensors or snapshots to export than rank 0 ({signature}; "
+                f"rank 0: {signatures[0]}). Every rank must hold its shards of the same tensors, "
+                "of the same steps, and be asked for the same (export the stages of a pipeline one "
+                "by one)."
+            )
+
+
+def gather_tensor(part: Tensor, sharding: Sharding) -> Tensor:
+    """The whole tensor, on every process of the mesh."""
+    bits = sharding.whole(part.view(_BITS[part.dtype.itemsize]))
+    whole: Tensor = bits.full_tensor()  # type: ignore[attr-defined]
+    return whole.view(part.dtype)
+
+
+def _is_split(sharding: Sharding) -> bool:
+    dims = zip(sharding.placements, sharding.mesh.shape, strict=True)
+    return any(size > 1 and not placement.is_replicate() for placement, size in dims)
+
+
+def _device(sharding: Sharding) -> torch.device:
+    """Where the mesh gathers; the snapshots may be in host memory."""
+    kind = sharding.mesh.device_type
+    if kind == "cpu":
+        return torch.device(kind)
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _local(folder: str | os.PathLike[str]) -> Path:
+    if "://" in os.fspath(folder):
+        raise ConfigError(f"{os.fspath(folder)!r}: an export is written to a local folder.")
+    return Path(folder)

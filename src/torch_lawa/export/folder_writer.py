@@ -1,0 +1,126 @@
+"""The folder of an export: written under a temporary name by one process, flushed, then renamed."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from torch_lawa.checkpoints.formats.registry import is_checkpoint_folder
+from torch_lawa.checkpoints.formats.safetensors_folder import FolderSink, lay_file, write_index
+from torch_lawa.checkpoints.storage.atomic import (
+    clear_stale,
+    publish,
+    remove,
+    require_space,
+    sync_file,
+    sync_folder,
+    temporary_name,
+)
+from torch_lawa.checkpoints.storage.paths import LocalPath
+from torch_lawa.errors import OutputError
+from torch_lawa.export.plan import ExportedTensor, ExportPlan
+
+__all__ = ["FolderWriter"]
+
+
+class FolderWriter:
+    """A folder of safetensors files under a temporary name, removed unless it is published."""
+
+    def __init__(self, folder: Path, plan: ExportPlan, *, overwrite: bool) -> None:
+        _refuse(folder, overwrite)
+        self._target, self._plan = folder, plan
+        self._aside = temporary_name(folder)
+        self._sink: FolderSink | None = None
+
+    def __enter__(self) -> "FolderWriter":
+        try:
+            with self._explained():
+                self._target.parent.mkdir(parents=True, exist_ok=True)
+                clear_stale(self._target)
+                require_space(self._target.parent, self._plan.num_bytes)
+                remove(self._aside)
+                self._aside.mkdir()
+                self._sink = FolderSink(self._aside, self._lay_files())
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _lay_files(self) -> dict[str, dict[str, int]]:
+        """Make all files before the first value is computed, so that a full disk is found now."""
+        found = {}
+        for file in self._plan.files:
+            entries = [(tensor.written, tensor.spec) for tensor in file.tensors]
+            metadata = {**self._plan.metadata, **file.aliases}
+            starts, _ = lay_file(self._aside / file.name, entries, metadata)
+            found[file.name] = {tensor.name: starts[tensor.written] for tensor in file.tensors}
+        return found
+
+    def write(self, tensor: ExportedTensor, value: Tensor) -> None:
+        """Write all values of one tensor."""
+        assert self._sink is not None
+        if value.numel():
+            flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            with self._explained():
+                self._sink.write(tensor.name, 0, flat.numpy())
+
+    def finish(self) -> None:
+        """Write the files beside the weights; after this everything survives a power cut."""
+        plan, files = self._plan, self._plan.files
+        sizes = [(tensor.dtype, tensor.spec.numel) for file in files for tensor in file.tensors]
+        with self._explained():
+            if plan.index is not None:
+                weight_map = {
+                    tensor.written: file.name for file in files for tensor in file.tensors
+                }
+                write_index(self._aside / plan.index, weight_map, plan.num_bytes)
+            plan.hub_files.write(self._aside, sizes)
+            for path in self._aside.iterdir():
+                sync_file(path)
+            sync_folder(self._aside)
+
+    def publish(self) -> None:
+        """Rename the folder to its final name, replacing an older one."""
+        with self._explained():
+            publish(self._aside, self._target)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._sink is not None:
+            self._sink.close()
+        with contextlib.suppress(OSError):
+            remove(self._aside)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OutputError:
+            raise
+        except OSError as error:
+            raise OutputError(
+                f"{self._target}: cannot be written ({error}); the unfinished folder was removed. "
+                "Free some space, check the permissions, or write elsewhere."
+            ) from error
+
+
+def _refuse(folder: Path, overwrite: bool) -> None:
+    if not os.path.lexists(folder):
+        return
+    if not folder.is_dir():
+        raise OutputError(f"{folder}: is a file, but an export writes a folder. Write elsewhere.")
+    if not overwrite:
+        raise OutputError(f"{folder}: exists already. Pass overwrite=True to replace it.")
+    if any(folder.iterdir()) and not is_checkpoint_folder(LocalPath(folder)):
+        raise OutputError(
+            f"{folder}: contains other files than a checkpoint, and replacing the folder would "
+            "remove them. Write elsewhere, or remove the folder yourself."
+        )

@@ -1,0 +1,134 @@
+"""What goes beside the weights, and under which names they go: told by the model.
+
+Models of Transformers have a `config` that can save itself, adapters of PEFT a `peft_config`.
+Both are known by what they can do; neither library is imported.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_lawa.errors import LayoutError
+from torch_lawa.selection import unwrap
+from torch_lawa.shards import is_fsdp
+
+__all__ = ["HubFiles", "hub_files_for"]
+
+Sizes = Iterable[tuple[torch.dtype, int]]  # of every tensor written: its dtype, how many values
+
+# What an adapter of LoRA adds to a layer, by the names that PEFT gives it.
+_LORA = r"lora_(?:embedding_)?[AB]"
+
+
+@dataclass(frozen=True)
+class HubFiles:
+    """The name of the weights' file, the names of tensors in it, and what is written beside it."""
+
+    stem: str
+    name_of: "TensorNames"
+    write: Callable[[Path, Sizes], None]
+
+
+class TensorNames:
+    """The name of a tensor in the file; None where it is not part of it."""
+
+    def __call__(self, name: str, *, trained: bool) -> str | None:
+        """`trained` says that the tensor is averaged, so that leaving it out would lose it."""
+        return name
+
+
+class _InAdapter(TensorNames):
+    """As PEFT writes them: without the adapter's own name."""
+
+    def __init__(self, adapter: str) -> None:
+        name = re.escape(adapter)
+        self._added = re.compile(rf"(.*\.{_LORA})\.{name}(\..*)?")
+        self._copied = re.compile(rf"(.*)\.modules_to_save\.{name}(\..*)")
+        self._adapter = adapter
+
+    def __call__(self, name: str, *, trained: bool) -> str | None:
+        found = self._added.fullmatch(name) or self._copied.fullmatch(name)
+        if found:
+            return found[1] + (found[2] or "")
+        if trained:
+            raise LayoutError(
+                f"tensor {name!r} is trained and no part of the LoRA adapter {self._adapter!r}: "
+                f"only adapters by themselves can be exported. {_BY_PEFT}"
+            )
+        return None
+
+
+_BY_PEFT = "Let PEFT save it: with averager.swapped_into(model): model.save_pretrained(folder)."
+
+
+def hub_files_for(model: nn.Module | None) -> HubFiles:
+    """Of a model that may be wrapped, sharded or None."""
+    inside = unwrap(model) if model is not None else None
+    adapters = getattr(inside, "peft_config", None)
+    if inside is not None and adapters:
+        return _of_adapter(inside, adapters)
+    config = getattr(inside, "config", None)
+    if inside is None or not callable(getattr(config, "save_pretrained", None)):
+        return HubFiles("model", TensorNames(), lambda folder, sizes: None)
+    return HubFiles("model", TensorNames(), lambda folder, sizes: _describe(inside, folder, sizes))
+
+
+def _describe(model: Any, folder: Path, sizes: Sizes) -> None:
+    """Configurations as the model would save them itself, without changing it."""
+    model.config.save_pretrained(str(folder))
+    generation = getattr(model, "generation_config", None)
+    if generation is not None and callable(getattr(generation, "save_pretrained", None)):
+        generation.save_pretrained(str(folder))
+    name = type(model).__name__
+    if is_fsdp(type(model)):
+        name = name.removeprefix("FSDP")
+    counted: Counter[str] = Counter()
+    for dtype, numel in sizes:
+        if dtype.is_floating_point:
+            counted[str(dtype).removeprefix("torch.")] += numel
+
+    def edit(config: dict[str, Any]) -> None:
+        config["architectures"] = [name]
+        if counted:
+            # Transformers 4 has another word for it than 5.
+            key = "torch_dtype" if "torch_dtype" in config else "dtype"
+            config[key] = counted.most_common(1)[0][0]
+
+    _edit(folder / "config.json", edit)
+
+
+def _of_adapter(model: Any, adapters: Any) -> HubFiles:
+    name = getattr(model, "active_adapter", None)
+    config = adapters.get(name) if isinstance(name, str) and isinstance(adapters, dict) else None
+    kind = str(getattr(getattr(config, "peft_type", None), "value", ""))
+    if config is None or len(adapters) != 1 or not hasattr(model, "base_model"):
+        raise LayoutError(
+            f"this model has the adapters {', '.join(map(str, adapters))}, and only a PeftModel "
+            f"with one can be exported. {_BY_PEFT}"
+        )
+    if kind != "LORA" or getattr(config, "use_dora", False):
+        raise LayoutError(
+            f"the adapter {name!r} is of the kind {kind or type(config).__name__}"
+            f"{' with DoRA' if kind == 'LORA' else ''}, and only plain LoRA can be exported. "
+            f"{_BY_PEFT}"
+        )
+
+    def write(folder: Path, sizes: Sizes) -> None:
+        config.save_pretrained(str(folder))
+        # What is loaded from a folder is for use; PEFT writes it so, too.
+        _edit(folder / "adapter_config.json", lambda found: found.update(inference_mode=True))
+
+    return HubFiles("adapter_model", _InAdapter(str(name)), write)
+
+
+def _edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    config = json.loads(path.read_text(encoding="utf-8"))
+    change(config)
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

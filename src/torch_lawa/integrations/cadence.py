@@ -1,0 +1,66 @@
+"""When an integration asks its averager's schedule, and how many snapshots a run will give."""
+
+import copy
+import math
+from collections.abc import Iterable
+from typing import Literal, TypeAlias
+
+from torch_lawa.averager import LatestWeightAverager
+from torch_lawa.schedule import Schedule, check_start
+from torch_lawa.validation import check_kind
+
+__all__ = ["Cadence", "Unit"]
+
+Unit: TypeAlias = Literal["steps", "epochs"]
+
+
+class Cadence:
+    """A schedule, the unit in which the framework asks it, and how many units it leaves out.
+
+    `schedule` is the configuration and stays as it is: each averager has a copy, whose state is
+    saved with the window. `start` is a number of units, or a fraction of the run.
+    """
+
+    def __init__(self, schedule: Schedule, unit: Unit, start: int | float = 0) -> None:
+        check_kind("schedule", schedule, "due", "Every(n) or OnPlateau()")
+        check_start(start, f"collecting by {unit}")
+        self.schedule, self.unit, self.start = copy.deepcopy(schedule), unit, start
+
+    def due(
+        self,
+        averager: LatestWeightAverager,
+        position: int,
+        *,
+        total: int | None = None,
+        loss: float | None = None,
+    ) -> bool:
+        """Whether a snapshot is due when `position` of `total` units are complete."""
+        return position > self._left_out(total) and averager.schedule.due(position, loss)
+
+    def restart(self, averager: LatestWeightAverager) -> None:
+        """Let the averager's schedule begin again, for a new run."""
+        averager.schedule.load_state_dict(self.schedule.state_dict())
+
+    def shortfall(
+        self, total: int | None, min_snapshots: int, asked: Iterable[int] | None = None
+    ) -> tuple[int, str] | None:
+        """How many snapshots a run gives, with a message, if these are too few for an average.
+
+        `asked` are the positions at which the schedule is asked, all of the run by default.
+        """
+        if total is None:
+            return None
+        positions = range(1, total + 1) if asked is None else asked
+        left_out = self._left_out(total)
+        expected = self.schedule.expected(p for p in positions if p > left_out)
+        if expected is None or expected >= min_snapshots:
+            return None
+        return expected, (
+            f"this run of {total} {self.unit} gives {expected} snapshot{'s'[: expected != 1]}, and "
+            f"an average needs {min_snapshots}: there would never be one"
+        )
+
+    def _left_out(self, total: int | None) -> int:
+        if isinstance(self.start, float):
+            return math.ceil(self.start * (total or 0))
+        return self.start

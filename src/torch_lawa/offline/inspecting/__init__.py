@@ -1,0 +1,1 @@
+"""Inspect checkpoints and compare them."""

@@ -1,0 +1,315 @@
+"""What a checkpoint or the folder of a run contains, without reading the values of tensors."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_lawa.checkpoints.find.select import FoundCheckpoint, find_checkpoints
+from torch_lawa.checkpoints.find.step_names import few, parse_name
+from torch_lawa.checkpoints.formats.base import (
+    Checkpoint,
+    CheckpointLayout,
+    TensorSpec,
+    TrainingProgress,
+)
+from torch_lawa.checkpoints.formats.huggingface import read_json
+from torch_lawa.checkpoints.formats.registry import open_checkpoint
+from torch_lawa.checkpoints.provenance import PROVENANCE
+from torch_lawa.checkpoints.storage.paths import Location, parse_location
+from torch_lawa.errors import ConfigError, FormatError, LayoutError
+from torch_lawa.offline.engine import Meter, in_threads
+from torch_lawa.offline.inspecting.text import aligned, labelled, plain, shortened, wrapped
+from torch_lawa.units import format_bytes
+
+__all__ = [
+    "DTypeCount",
+    "Inspection",
+    "RunInspection",
+    "find_one",
+    "inspect_checkpoint",
+    "inspect_path",
+]
+
+_OPENING = 8  # checkpoints of a run that are opened at the same time
+
+
+@dataclass(frozen=True)
+class DTypeCount:
+    """The part of a checkpoint that has one dtype."""
+
+    num_tensors: int
+    num_values: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The format, files, tensors and metadata of one checkpoint."""
+
+    location: Location
+    format: str
+    layout: CheckpointLayout
+    files: dict[str, int]  # name -> bytes
+    tensors: dict[str, TensorSpec]
+    tied: dict[str, str]  # other names of tied tensors -> the name they are stored under
+    progress: TrainingProgress
+    metadata: dict[str, str]
+    provenance: dict[str, Any] | None  # how it was averaged, if it was
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_values(self) -> int:
+        """Values of all tensors, tied ones once."""
+        return sum(spec.numel for spec in self.tensors.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec.nbytes for spec in self.tensors.values())
+
+    @property
+    def dtypes(self) -> dict[str, DTypeCount]:
+        """The tensors, values and bytes of each dtype, most bytes first."""
+        specs: dict[str, list[TensorSpec]] = {}
+        for spec in self.tensors.values():
+            specs.setdefault(spec.dtype, []).append(spec)
+        counts = {
+            code: DTypeCount(len(all_), sum(s.numel for s in all_), sum(s.nbytes for s in all_))
+            for code, all_ in specs.items()
+        }
+        return dict(sorted(counts.items(), key=lambda item: (-item[1].num_bytes, item[0])))
+
+    def __str__(self) -> str:
+        lines = [plain(str(self.location))]
+        lines += labelled("Format", wrapped(self._described()))
+        lines += labelled("TrainingProgress", _progress_lines(self.progress))
+        names = [(format_bytes(size), plain(name)) for name, size in self.files.items()]
+        lines += labelled("Files", aligned(names, right={0}))
+        lines += labelled(
+            "Tensors",
+            [
+                f"{len(self.tensors):,} with {self.num_values:,} values "
+                f"(parameters and buffers), {format_bytes(self.num_bytes)}"
+            ],
+        )
+        rows = [
+            (code, f"{n.num_tensors:,}", f"{n.num_values:,}", format_bytes(n.num_bytes))
+            for code, n in self.dtypes.items()
+        ]
+        head = ("dtype", "tensors", "values", "bytes")
+        lines += labelled("", aligned([head, *rows], right={1, 2, 3}) if rows else [])
+        lines += labelled("Tied", [plain(f"{name} = {kept}") for name, kept in self.tied.items()])
+        entries = [shortened(f"{name}: {value}") for name, value in sorted(self.metadata.items())]
+        lines += labelled("Metadata", entries)
+        lines += labelled("Averaged", _provenance_lines(self.provenance))
+        lines += [line for note in self.notes for line in labelled("Note", wrapped(note))]
+        return "\n".join(lines)
+
+    def list_tensors(self) -> str:
+        """One line per tensor."""
+        rows = [
+            (spec.dtype, str(list(spec.shape)), format_bytes(spec.nbytes), plain(name))
+            for name, spec in self.tensors.items()
+        ]
+        return "\n".join(aligned([("dtype", "shape", "bytes", "name"), *rows], right={2}))
+
+    def to_json(self, *, tensors: bool = False) -> dict[str, Any]:
+        """The same as JSON values; with `tensors`, every tensor too."""
+        found: dict[str, Any] = {
+            "kind": "checkpoint",
+            "path": str(self.location),
+            "format": self.format,
+            "layout": self.layout,
+            "step": self.progress.step,
+            "epoch": self.progress.epoch,
+            "files": self.files,
+            "num_tensors": len(self.tensors),
+            "num_values": self.num_values,
+            "bytes": self.num_bytes,
+            "dtypes": {code: vars(count) for code, count in self.dtypes.items()},
+            "tied": self.tied,
+            "metadata": self.metadata,
+            "provenance": self.provenance,
+            "notes": list(self.notes),
+        }
+        if tensors:
+            found["tensors"] = {
+                name: {"dtype": spec.dtype, "shape": list(spec.shape), "bytes": spec.nbytes}
+                for name, spec in self.tensors.items()
+            }
+        return found
+
+    def _described(self) -> str:
+        where = {
+            "single": "one file" if self.location.name in self.files else "one file in a folder",
+            "sharded": "sharded folder",
+            "distributed": "distributed folder",
+        }
+        return f"{self.format} ({where.get(self.layout, self.layout)})"
+
+
+@dataclass(frozen=True)
+class RunInspection:
+    """The checkpoints of a run's folder or of a pattern, oldest first."""
+
+    path: str
+    found: tuple[FoundCheckpoint, ...]
+    formats: tuple[str, ...]  # of each, or why it is not readable
+    sizes: tuple[int | None, ...]  # bytes of tensors; None where it is not readable
+    ordered_by: str
+    notes: tuple[str, ...] = field(default=())
+
+    def __str__(self) -> str:
+        order = "in the order given" if self.ordered_by == "given" else f"by {self.ordered_by}"
+        lines = [f"{plain(self.path)}: {len(self.found)} checkpoints, oldest first ({order})"]
+        rows, unreadable = [], []
+        for each, form, size in zip(self.found, self.formats, self.sizes, strict=True):
+            shown = "not readable" if size is None else form
+            label = each.label if each.label != each.location.name else ""
+            rows.append((label, "" if size is None else format_bytes(size), shown,
+                         plain(each.location.name)))  # fmt: skip
+            unreadable += [form] if size is None else []
+        lines += [f"  {line}" for line in aligned(rows, right={0, 1})]
+        for note in (*unreadable, *self.notes):
+            lines += labelled("Note", wrapped(note))
+        return "\n".join(lines)
+
+    def to_json(self, *, tensors: bool = False) -> dict[str, Any]:
+        """The same as JSON values; tensors of a run are not listed."""
+        return {
+            "kind": "run",
+            "path": self.path,
+            "ordered_by": self.ordered_by,
+            "checkpoints": [
+                {
+                    "path": str(each.location),
+                    "step": each.step,
+                    "epoch": each.epoch,
+                    "format": None if size is None else form,
+                    "bytes": size,
+                    "error": form if size is None else None,
+                }
+                for each, form, size in zip(self.found, self.formats, self.sizes, strict=True)
+            ],
+            "notes": list(self.notes),
+        }
+
+
+def inspect_path(
+    path: str | os.PathLike[str], key: str | None = None
+) -> Inspection | RunInspection:
+    """Inspect a checkpoint, or all checkpoints of a run's folder or a pattern."""
+    if not parse_location(path).is_file():
+        discovery = find_checkpoints([path], key=key)
+        if discovery.is_run or len(discovery.found) > 1:
+            formats, sizes = _open_all(discovery.found, key)
+            return RunInspection(os.fspath(path), discovery.found, formats, sizes,
+                       discovery.ordered_by, discovery.notes)  # fmt: skip
+    return inspect_checkpoint(path, key)
+
+
+def inspect_checkpoint(path: str | os.PathLike[str], key: str | None = None) -> Inspection:
+    """Inspect one checkpoint: a file (also a single shard), a folder or a URL.
+
+    >>> import tempfile, torch
+    >>> from pathlib import Path
+    >>> from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
+    >>> path = Path(tempfile.mkdtemp()) / "step_100.safetensors"
+    >>> save_tensors(path, {"w": torch.ones(2, 3)})
+    >>> found = inspect_checkpoint(path)
+    >>> found.num_values, found.progress.step, found.dtypes["F32"].num_bytes
+    (6, 100, 24)
+    """
+    location, notes = find_one(path, key)
+    with open_checkpoint(location, key=key) as opened:
+        made = _read_provenance(opened)
+        known = opened.progress != TrainingProgress()
+        return Inspection(
+            location=location,
+            format=opened.format,
+            layout=opened.layout,
+            files={file.name: file.size for file in opened.files},
+            tensors=dict(opened.tensors),
+            tied=dict(opened.aliases),
+            progress=opened.progress if known else parse_name(location.name),
+            metadata={k: v for k, v in opened.metadata.items() if k != PROVENANCE or made is None},
+            provenance=made,
+            notes=(*notes, *opened.notes),
+        )
+
+
+def find_one(
+    path: str | os.PathLike[str], key: str | None = None
+) -> tuple[Location, tuple[str, ...]]:
+    """The one checkpoint that a path names, and notes on how it was found."""
+    location = parse_location(path)
+    if location.is_file():  # whatever its name: a shard can be inspected too
+        return location, ()
+    discovery = find_checkpoints([path], key=key)
+    if discovery.is_run or len(discovery.found) > 1:
+        raise ConfigError(
+            f"{path}: found {len(discovery.found)} checkpoints "
+            f"({few((each.label for each in discovery.found), limit=3)}). Give one of them, such "
+            f"as {discovery.found[-1].location}."
+        )
+    return discovery.found[0].location, discovery.notes
+
+
+def _open_all(
+    found: Sequence[FoundCheckpoint], key: str | None
+) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
+    """The format (or error) and the size of each; one bad checkpoint does not hide the others."""
+    made: dict[int, tuple[str, int | None]] = {}
+
+    def work(todo: Iterator[tuple[int, FoundCheckpoint]]) -> None:
+        for at, each in todo:
+            try:
+                with open_checkpoint(each.location, key=key) as opened:
+                    made[at] = opened.format, opened.num_bytes
+            except (FormatError, LayoutError, FileNotFoundError, PermissionError) as error:
+                made[at] = str(error), None  # but not an error of the server, which concerns all
+
+    in_threads(min(_OPENING, len(found)), iter(enumerate(found)), work, Meter())
+    ordered = [made[at] for at in range(len(found))]
+    return tuple(form for form, _ in ordered), tuple(size for _, size in ordered)
+
+
+def _progress_lines(progress: TrainingProgress) -> list[str]:
+    known = {"step": progress.step, "epoch": progress.epoch}
+    text = ", ".join(f"{name} {number}" for name, number in known.items() if number is not None)
+    return [text] if text else []
+
+
+def _read_provenance(opened: Checkpoint) -> dict[str, Any] | None:
+    """How a checkpoint was averaged, from its metadata or a file beside it."""
+    text: object = opened.metadata.get(PROVENANCE)
+    if text is None and opened.layout == "distributed":
+        beside = opened.location.child("lawa.json")
+        text = read_json(beside).get(PROVENANCE) if beside.is_file() else None
+    try:
+        made = json.loads(text) if isinstance(text, str) else text
+    except (ValueError, RecursionError):
+        return None
+    return made if isinstance(made, dict) else None
+
+
+def _provenance_lines(made: Mapping[str, Any] | None) -> list[str]:
+    """How it was averaged, in lines; none if it was not."""
+    if made is None:
+        return []
+    found = made.get("inputs")
+    inputs = [i for i in found if isinstance(i, dict)] if isinstance(found, list) else []
+    lines = wrapped(f"by torch-lawa {made.get('version')}, {made.get('date')}")
+    # Snapshots of an online averager have no path.
+    kind = "checkpoints" if any("path" in each for each in inputs) else "snapshots"
+    lines += wrapped(f"{len(inputs)} {kind}, {made.get('coefficients')}:")
+    rows = []
+    for each in inputs:
+        number = next((f"{by} {each[by]}" for by in ("step", "epoch") if each.get(by) is not None),
+                      "")  # fmt: skip
+        weight = each.get("weight")
+        shown = f"{weight:.4g}" if isinstance(weight, int | float) else str(weight)
+        rows.append((number, f"weight {shown}", plain(str(each.get("path", "")))))
+    return lines + aligned(rows, right={0})

@@ -1,0 +1,193 @@
+"""Write the output: under a temporary name first, so that it appears whole or not at all.
+
+A local result is flushed and renamed. On a server a folder is several objects, without an atomic
+rename, so the file that makes it a checkpoint (the index, or the only weights file) is uploaded
+last. An older index is removed before its shards are replaced: a valid index over old and
+new shards would be a checkpoint that never existed.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch_lawa.checkpoints.formats.huggingface import INDEXES, WEIGHTS, read_json
+from torch_lawa.checkpoints.formats.registry import StagedValues
+from torch_lawa.checkpoints.formats.safetensors_folder import FolderSink, lay_file, write_index
+from torch_lawa.checkpoints.storage.atomic import (
+    TEMPORARY,
+    clear_stale,
+    publish,
+    remove,
+    require_space,
+    sync_file,
+    sync_folder,
+    temporary_name,
+)
+from torch_lawa.checkpoints.storage.paths import LocalPath, Location, RemoteURL
+from torch_lawa.errors import LawaError, OutputError
+from torch_lawa.mean.dtypes import DTYPES
+from torch_lawa.offline.matching import PlannedTensor
+from torch_lawa.offline.output_plan import Output
+
+__all__ = ["LaidFile", "SafetensorsSink", "lay_out", "writing"]
+
+_SHARD = re.compile(r".+-[0-9]{5}-of-[0-9]{5}\.(safetensors|bin)|.+\.distcp")
+_STATE_FILES = ("lawa.json", "trainer_state.json")  # they describe the older result
+
+
+@dataclass(frozen=True)
+class LaidFile:
+    """A safetensors file of the output: its size, its tensors, and the offset of each."""
+
+    file: str
+    size: int
+    tensors: tuple[tuple[PlannedTensor, int], ...]
+
+
+def lay_out(
+    folder: Path, output: Output, metadata: Mapping[str, str], *, flushed: bool = False
+) -> list[LaidFile]:
+    """Create the safetensors files of `output`: their headers, and space for the values.
+
+    With `flushed`, other machines see the files before they write into them.
+    """
+    files = []
+    for shard in output.shards:
+        entries = [(t.written, t.target) for t in shard.tensors]
+        starts, size = lay_file(folder / shard.file, entries, metadata, flushed=flushed)
+        files.append(
+            LaidFile(shard.file, size, tuple((t, starts[t.written]) for t in shard.tensors))
+        )
+    return files
+
+
+class SafetensorsSink(FolderSink):
+    """Writes pieces into files that `lay_out` created; tensors are named as in the inputs."""
+
+    def __init__(self, folder: Path, files: Sequence[LaidFile]) -> None:
+        self.folder, self.files = folder, files
+        super().__init__(folder, {f.file: {t.name: at for t, at in f.tensors} for f in files})
+
+
+@contextlib.contextmanager
+def writing(
+    output: Output,
+    metadata: Mapping[str, str],
+    aliases: Mapping[str, str],
+    *,
+    shared: bool = False,
+) -> Iterator[SafetensorsSink]:
+    """A sink for the tensors of `output`, which is published when the block succeeds.
+
+    With `shared`, other processes write to the files of the sink as well.
+    """
+    with _aside(output) as folder:
+        files = lay_out(folder, output, {**metadata, **aliases}, flushed=shared)
+        sink = SafetensorsSink(folder, files)
+        try:
+            yield sink
+            sink.flush()
+        finally:
+            sink.close()
+        if output.index:
+            weight_map = {t.written: s.file for s in output.shards for t in s.tensors}
+            write_index(folder / output.index, weight_map, output.num_bytes)
+        for location in output.copied:
+            _copy(location, folder / location.name, output)
+        made = folder / output.shards[0].file
+        target = folder if output.is_folder else made
+        output.writer.finish(StagedValues(made, target, aliases, metadata, output.nested_under))
+        _deliver(folder, output)
+
+
+@contextlib.contextmanager
+def _aside(output: Output) -> Iterator[Path]:
+    """A temporary folder on the disk of the target, removed in any case."""
+    if isinstance(output.location, LocalPath):
+        target = output.location.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        clear_stale(target)
+        require_space(target.parent, output.space)
+        folder = temporary_name(target)
+        remove(folder)
+        folder.mkdir()
+    else:
+        base = Path(tempfile.gettempdir(), "lawa-upload")
+        clear_stale(base)
+        require_space(base.parent, output.space)
+        folder = Path(tempfile.mkdtemp(TEMPORARY, f"{base.name}.{os.getpid()}."))
+    try:
+        yield folder
+    finally:
+        remove(folder)
+
+
+def _deliver(folder: Path, output: Output) -> None:
+    if isinstance(output.location, RemoteURL):
+        _upload(folder, output.location, output)
+    elif isinstance(output.location, LocalPath):
+        target = output.location.path
+        if not output.overwrite and os.path.lexists(target):
+            raise OutputError(
+                f"{target}: another process wrote it meanwhile; it was kept. Pass --overwrite to "
+                "replace it."
+            )
+        if output.is_folder:
+            sync_folder(folder)
+            publish(folder, target)
+        else:
+            publish(folder / target.name, target)
+
+
+def _upload(folder: Path, location: RemoteURL, output: Output) -> None:
+    """Upload the files of `folder`; no weights of an older result are left."""
+    if not output.is_folder:
+        location.upload(folder / output.shards[0].file)
+        return
+    last = output.index or output.shards[0].file
+    names = sorted((path.name for path in folder.iterdir()), key=lambda name: (name == last, name))
+    older = {found.name for found in location.children()} if location.exists() else set()
+    if older & {shard.file for shard in output.shards} - {last}:
+        for name in older & set(INDEXES):
+            location.child(name).remove()
+    new: list[RemoteURL] = []
+    try:
+        for name in names:
+            target = location.child(name)
+            if name not in older:
+                new.append(target)
+            target.upload(folder / name)
+    except BaseException:
+        for target in new:
+            with contextlib.suppress(LawaError):
+                target.remove()
+        raise
+    for name in sorted(older - set(names), key=_is_shard):  # indexes before shards
+        if name in (*WEIGHTS, *INDEXES, *_STATE_FILES, ".metadata") or _is_shard(name):
+            location.child(name).remove()
+
+
+def _is_shard(name: str) -> bool:
+    return _SHARD.fullmatch(name) is not None
+
+
+def _copy(location: Location, path: Path, output: Output) -> None:
+    path.write_bytes(location.read_bytes())
+    floats = {t.target.dtype for shard in output.shards for t in shard.tensors
+              if t.source.dtype != t.target.dtype}  # fmt: skip
+    if location.name == "config.json" and len(floats) == 1:
+        config = read_json(location)
+        for key in ("torch_dtype", "dtype"):
+            if key in config:
+                config[key] = DTYPES[next(iter(floats))].torch_name
+        path.write_text(json.dumps(config, indent=2) + "\n")
+    with contextlib.suppress(OSError):
+        if isinstance(location, LocalPath):
+            shutil.copymode(location.path, path)
+    sync_file(path)

@@ -1,0 +1,226 @@
+"""What the output will consist of: its format, its files, the tensors in each."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch_lawa.checkpoints.formats.base import Checkpoint, CheckpointLayout, TensorSpec
+from torch_lawa.checkpoints.formats.huggingface import WEIGHTS
+from torch_lawa.checkpoints.formats.registry import (
+    FORMATS,
+    FormatWriter,
+    file_suffixes,
+    format_of_file,
+    format_of_layout,
+    is_checkpoint_folder,
+    output_layouts,
+)
+from torch_lawa.checkpoints.formats.safetensors_folder import (
+    DEFAULT_SHARD,
+    group_by_size,
+    shard_names,
+    widest_first,
+)
+from torch_lawa.checkpoints.storage.paths import LocalPath, Location
+from torch_lawa.errors import ConfigError, OutputError
+from torch_lawa.offline.matching import PlannedTensor
+from torch_lawa.offline.options import AverageOptions
+
+__all__ = ["Output", "Shard", "plan_output", "side_files"]
+
+# Files that `from_pretrained` may need beside the weights, but not the state of the run.
+_COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+_NOT_COPIED = ("trainer_state.json", "lawa.json")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One safetensors file of the output and its tensors, in order."""
+
+    file: str
+    tensors: tuple[PlannedTensor, ...]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What will be written, and where."""
+
+    location: Location
+    kind: str  # the name of a format in the registry
+    is_folder: bool
+    shards: tuple[Shard, ...]
+    index: str | None  # name of the file that maps tensors to shards
+    copied: tuple[Location, ...]
+    nested_under: str  # the key that holds the weights in a PyTorch file or DCP folder
+    overwrite: bool
+
+    @property
+    def writer(self) -> FormatWriter:
+        """How the format is written."""
+        writer = FORMATS[self.kind].writer
+        assert writer is not None
+        return writer
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(t.target.nbytes for shard in self.shards for t in shard.tensors)
+
+    @property
+    def space(self) -> int:
+        """Bytes of disk needed while it is written: twice its size where values are converted."""
+        copied = sum(location.size for location in self.copied)
+        return self.num_bytes * (1 if self.writer.convert is None else 2) + copied
+
+    def describe(self) -> str:
+        """The format in words."""
+        if self.writer.convert is not None:
+            return FORMATS[self.kind].title
+        if len(self.shards) == 1:
+            return "one safetensors file" + (" in a folder" if self.is_folder else "")
+        return f"{len(self.shards)} safetensors shards"
+
+
+def plan_output(
+    location: Location,
+    checkpoints: Sequence[Checkpoint],
+    tensors: Sequence[PlannedTensor],
+    options: AverageOptions,
+    *,
+    overwrite: bool,
+) -> Output:
+    """Decide the layout: the one in `options`, else that of the newest input."""
+    newest, layout, max_shard_size = checkpoints[-1], options.layout, options.max_shard_size
+    is_file = location.suffix in file_suffixes()
+    if is_file and layout not in (None, "single"):
+        raise ConfigError(
+            f"{location}: this names one file, but --layout {layout} needs a folder. Give a name "
+            "without a suffix."
+        )
+    own = newest.layout if newest.layout in output_layouts() else "single"
+    chosen: CheckpointLayout = "single" if is_file else layout or own
+    if layout is None and max_shard_size is not None and not is_file:
+        chosen = "sharded"
+    if max_shard_size is not None and chosen != "sharded":
+        raise ConfigError(
+            f"--max-shard-size was given, but {location} will have no shards. Leave it out, or "
+            "give a folder and --layout sharded."
+        )
+    found = format_of_file(location) if is_file else format_of_layout(chosen)
+    if found is None or found.writer is None:
+        raise ConfigError(f"{location}: this format can be read, but not written. Choose another.")
+    converted = found.writer.convert is not None
+    if converted and not location.local:
+        raise ConfigError(
+            f"{location}: only safetensors can be written to a URL. Write to a path and upload it, "
+            "or use --layout single or sharded."
+        )
+    shards = _shards(location, newest, tensors, "single" if converted else chosen,
+                     max_shard_size, is_file)  # fmt: skip
+    _refuse_clashes(location, checkpoints, overwrite)
+    return Output(
+        location=location,
+        kind=found.name,
+        is_folder=not is_file,
+        shards=shards,
+        index=None if is_file or chosen != "sharded" else f"{_stem(newest)}.safetensors.index.json",
+        copied=() if is_file else tuple(side_files(newest)),
+        nested_under=getattr(newest, "key", None) or "",
+        overwrite=overwrite,
+    )
+
+
+def _shards(
+    location: Location,
+    newest: Checkpoint,
+    tensors: Sequence[PlannedTensor],
+    layout: CheckpointLayout,
+    max_shard_size: int | None,
+    is_file: bool,
+) -> tuple[Shard, ...]:
+    if layout != "sharded":
+        file = location.name if is_file else f"{_stem(newest)}.safetensors"
+        return (Shard(file, widest_first(tensors, _target)),)
+    groups: dict[str, list[PlannedTensor]] = {}
+    if newest.layout == "sharded" and max_shard_size is None:
+        for tensor in tensors:
+            groups.setdefault(newest.file_of(tensor.name).name, []).append(tensor)
+        found = [groups[name] for name in sorted(groups)]
+    else:
+        limit = DEFAULT_SHARD if max_shard_size is None else max_shard_size
+        found = group_by_size(tensors, _target, limit)
+    names = shard_names(_stem(newest), len(found))
+    return tuple(
+        Shard(name, widest_first(group, _target)) for name, group in zip(names, found, strict=True)
+    )
+
+
+def _target(tensor: PlannedTensor) -> TensorSpec:
+    return tensor.target
+
+
+def _stem(newest: Checkpoint) -> str:
+    """`model`, or the name that libraries expect of this kind of weights."""
+    name = newest.files[0].name if newest.files else ""
+    for known in ("adapter_model", "diffusion_pytorch_model"):
+        if name.startswith(known):
+            return known
+    return "model"
+
+
+def side_files(newest: Checkpoint) -> list[Location]:
+    """The files beside the weights that are copied into an output folder."""
+    folder = newest.location
+    if not folder.is_folder():
+        if folder.name not in WEIGHTS:
+            return []
+        folder = folder.parent
+    return [
+        location
+        for location in folder.children()
+        if location.suffix in _COPIED
+        and location.is_file()
+        and location.name not in _NOT_COPIED
+        and not location.name.endswith(".index.json")
+    ]
+
+
+def _refuse_clashes(location: Location, checkpoints: Sequence[Checkpoint], overwrite: bool) -> None:
+    ours = _resolved(location)
+    for checkpoint in checkpoints:
+        for part in (checkpoint.location, *checkpoint.files):
+            theirs = _resolved(part)
+            if theirs == ours or theirs.startswith(ours + "/") or ours.startswith(theirs + "/"):
+                raise OutputError(
+                    f"{location}: the output is, contains or is inside the input "
+                    f"{checkpoint.location}. Write elsewhere."
+                )
+    if isinstance(location, LocalPath):
+        _refuse_odd(location)
+    if not location.exists():
+        return
+    if not overwrite:
+        raise OutputError(f"{location}: already exists. Pass --overwrite to replace it.")
+    # On a server nothing but weights is ever removed.
+    other = location.local and location.is_folder() and bool(location.children())
+    if other and not is_checkpoint_folder(location):
+        raise OutputError(
+            f"{location}: this folder contains more than a checkpoint, and --overwrite would "
+            "remove all of it. Write elsewhere, or remove the folder yourself."
+        )
+
+
+def _refuse_odd(location: LocalPath) -> None:
+    """Refuse what `--overwrite` must not replace, such as /dev/null, and parents that are files."""
+    if os.path.lexists(location.path) and not location.exists():
+        raise OutputError(
+            f"{location}: this is neither a file nor a folder (a device, or a broken link). Write "
+            "elsewhere."
+        )
+    above = next((p for p in location.path.parents if os.path.lexists(p)), None)
+    if above is not None and not above.is_dir():
+        raise OutputError(f"{location}: {above} is not a folder. Write elsewhere.")
+
+
+def _resolved(location: Location) -> str:
+    return str(location.path.resolve()) if isinstance(location, LocalPath) else str(location)

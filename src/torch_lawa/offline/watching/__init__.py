@@ -1,0 +1,1 @@
+"""Follow a live run and average its latest checkpoints."""

@@ -1,0 +1,260 @@
+"""Read the mean out of a window: into given tensors, or one tensor at a time.
+
+Both ways give the same bits; which one is used depends on whether the whole average fits in memory.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torch_lawa.coefficients import Uniform, Weights
+from torch_lawa.errors import NonFiniteWarning
+from torch_lawa.mean.blocks import mean_blocks, round_into
+from torch_lawa.mean.sliding_sum import SlidingSum
+from torch_lawa.selection import write_into
+from torch_lawa.stores.base import FlatEntry, FlatGroup, FlatLayout, Snapshot, Store, flat_view
+
+__all__ = ["MeanReader", "Sliding", "TensorMeans"]
+
+Sliding = Literal["auto", True, False]
+
+# From this k on, the sliding sum is worth its memory (float64 sums and one more snapshot) if the
+# mean is read after every snapshot; below it, adding up the window is about as fast.
+_SLIDING_FROM = 16
+
+
+class MeanReader:
+    """Computes means of the snapshots in a store, afresh or from sliding sums."""
+
+    def __init__(self, store: Store, k: int, sliding: Sliding) -> None:
+        self._store, self._k, self.sliding = store, k, sliding
+        self._sums: dict[int, SlidingSum] = {}  # by index of the group
+        self._last_read: tuple[int, ...] = ()
+        self._reported: set[int] = set()  # snapshots with NaN or Inf that were warned about
+        store.keep_evicted = sliding is True
+
+    def forget(self) -> None:
+        """Forget everything about snapshots that were replaced or dropped."""
+        self._last_read, self._reported = (), set()
+        self.drop_sums()
+
+    def drop_sums(self) -> None:
+        """Forget the sliding sums: the layout of the buffers has changed."""
+        self._sums = {}
+
+    def read_into(
+        self, targets: Mapping[str, Tensor], layout: FlatLayout, n: int, weights: Weights
+    ) -> None:
+        """Write the mean of the `n` newest snapshots into `targets`."""
+        used = self._store.snapshots[-n:]
+        ids = tuple(snapshot.index for snapshot in used)
+        slide = self._may_slide(ids, weights)
+        finite: list[Tensor] = []
+        for i, group in enumerate(layout.groups):
+            writer = _BlockWriter(group, targets)
+            if slide and SlidingSum.supports(group.stored):
+                blocks = self._slid(i, ids)
+            else:
+                flats = [_as_real(self._store.flats(snapshot)[i]) for snapshot in used]
+                device = writer.device if writer.device.type == "cuda" else None
+                blocks = mean_blocks(flats, weights, device) if group.numel else iter(())
+            for start, mean in blocks:
+                finite.append(mean.sum().isfinite())
+                writer.write(start, mean)
+            writer.finish()
+            if writer.device.type == "cuda":
+                # Host buffers that were streamed from may be overwritten by the next snapshot.
+                torch.cuda.current_stream(writer.device).synchronize()
+        if n == len(self._store.snapshots):
+            self._last_read = ids
+        if not all(bool(f) for f in finite):
+            self._warn_not_finite(used, layout)
+
+    def by_tensor(
+        self, averaged: FlatLayout, kept: FlatLayout, n: int, weights: Weights
+    ) -> "TensorMeans":
+        """The mean of the `n` newest snapshots and the kept tensors, made one by one.
+
+        It reads the snapshots as they are now: use it before the next one is collected.
+        """
+        used = self._store.snapshots[-n:]
+        return TensorMeans(
+            averaged,
+            kept,
+            [self._store.flats(snapshot) for snapshot in used],
+            self._store.kept_flats(),
+            weights,
+            lambda: self._warn_not_finite(used, averaged),
+        )
+
+    def _may_slide(self, ids: tuple[int, ...], weights: Weights) -> bool:
+        """Whether this read uses the sliding sums; "auto" decides by the reads before it."""
+        whole = weights.uniform and ids == tuple(s.index for s in self._store.snapshots)
+        if self.sliding is not False and not whole:
+            return False
+        if self.sliding == "auto":
+            followed = ids == self._last_read or ids[:-1] in (self._last_read, self._last_read[1:])
+            wanted = self._k >= _SLIDING_FROM and len(ids) > 1 and followed
+            if not wanted:
+                self.drop_sums()
+            self._store.keep_evicted = wanted
+            return wanted
+        return self.sliding
+
+    def _slid(self, i: int, ids: tuple[int, ...]) -> Iterator[tuple[int, Tensor]]:
+        total = self._sums.setdefault(i, SlidingSum(self._k))
+        flats = [self._store.flats(snapshot)[i] for snapshot in self._store.snapshots]
+        evicted = self._store.evicted
+        leaving = self._store.flats(evicted)[i] if evicted is not None else None
+        if total.ids != ids:
+            if total.can_slide(ids, leaving is not None):
+                total.slide(ids, flats, leaving)
+            else:
+                total.rebuild(ids, flats)
+        return total.blocks()
+
+    def _warn_not_finite(self, used: Sequence[Snapshot], layout: FlatLayout) -> None:
+        """Warn, once per snapshot, which tensors have NaN or Inf."""
+        for snapshot in used:
+            if snapshot.index in self._reported:
+                continue
+            views = layout.views(self._store.flats(snapshot))
+            bad = [name for name, value in views.items() if not bool(value.isfinite().all())]
+            if not bad:
+                continue
+            self._reported.add(snapshot.index)
+            left = self._k - (self._store.snapshots[-1].index - snapshot.index)
+            more = f" and {len(bad) - 1} more tensors" if len(bad) > 1 else ""
+            warnings.warn(
+                f"the snapshot of step {snapshot.step} has NaN or Inf in {bad[0]!r}{more}; so has "
+                f"the mean until that snapshot leaves the window, after {left} more. Check the run "
+                "for a diverging step; averager.reset() begins a new window at once.",
+                NonFiniteWarning,
+                stacklevel=5,
+            )
+
+
+class TensorMeans:
+    """Makes single tensors of an average, with the same bits as in the whole of it.
+
+    `snapshots` has the flat buffers of each snapshot, oldest first, `newest` those of the kept
+    tensors. `not_finite` is called if a mean is not finite.
+    """
+
+    def __init__(
+        self,
+        averaged: FlatLayout,
+        kept: FlatLayout,
+        snapshots: Sequence[Sequence[Tensor]],
+        newest: Sequence[Tensor],
+        weights: Weights,
+        not_finite: Callable[[], None],
+    ) -> None:
+        self._weights, self._not_finite = weights, not_finite
+        self._averaged = _buffers_by_name(
+            averaged, [list(flats) for flats in zip(*snapshots, strict=True)]
+        )
+        self._kept = _buffers_by_name(kept, [[flat] for flat in newest])
+
+    def make(self, name: str, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        """One tensor of the average in `dtype`, on the snapshots' device unless `device` is given.
+
+        A kept tensor that has that dtype and device already is a view of the store: do not write
+        to it.
+        """
+        if name in self._averaged:
+            entry, flats = self._averaged[name]
+            return self._mean(entry, flats, self._weights, dtype, device)
+        entry, flats = self._kept[name]
+        if flats[0].dtype != dtype:
+            return self._mean(entry, flats, Uniform().weights(1), dtype, device)
+        return entry.view(flats[0]).to(device or flats[0].device)
+
+    def _mean(
+        self,
+        entry: FlatEntry,
+        flats: Sequence[Tensor],
+        weights: Weights,
+        dtype: torch.dtype,
+        device: torch.device | None,
+    ) -> Tensor:
+        home = device or flats[0].device
+        out = torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device=home)
+        if not entry.numel:
+            return out
+        to = _as_real(out.as_strided((entry.numel,), (1,)))
+        parts = [_as_real(flat[entry.offset : entry.offset + entry.numel]) for flat in flats]
+        finite = []
+        for start, mean in mean_blocks(parts, weights, home if home.type == "cuda" else None):
+            finite.append(mean.sum().isfinite())
+            round_into(to[start : start + mean.numel()], mean)
+        if home.type == "cuda":
+            # Host buffers that were streamed from may be overwritten by the next snapshot.
+            torch.cuda.current_stream(home).synchronize()
+        if not all(bool(f) for f in finite):
+            self._not_finite()
+        return out
+
+
+class _BlockWriter:
+    """Rounds float64 blocks of one group into the tensors that they belong to."""
+
+    def __init__(self, group: FlatGroup, targets: Mapping[str, Tensor]) -> None:
+        self._pieces: list[tuple[int, int, Tensor]] = []  # begin and end in the group, target
+        self._copied: list[tuple[Tensor, Tensor]] = []  # targets with another memory layout
+        self.device = torch.device("cpu")
+        scale = 2 if group.dtype.is_complex else 1
+        for entry in group.entries:
+            if entry.numel == 0:
+                continue
+            target = targets[entry.name]
+            self.device = target.device
+            flat = flat_view(target, entry)
+            if flat is None:
+                flat = torch.empty(entry.numel, dtype=target.dtype, device=target.device)
+                self._copied.append((target, flat.as_strided(entry.shape, entry.stride)))
+            begin = entry.offset * scale
+            self._pieces.append((begin, begin + entry.numel * scale, _as_real(flat)))
+        self._next = 0
+
+    def write(self, start: int, mean: Tensor) -> None:
+        """Write one block; blocks come in order."""
+        stop = start + mean.numel()
+        while self._next < len(self._pieces):
+            begin, end, flat = self._pieces[self._next]
+            low, high = max(begin, start), min(end, stop)
+            if low < high:
+                part, values = flat[low - begin : high - begin], mean[low - start : high - start]
+                if part.device == values.device:
+                    round_into(part, values)
+                else:
+                    rounded = torch.empty(values.shape, dtype=part.dtype, device=values.device)
+                    round_into(rounded, values)
+                    part.copy_(rounded)
+            if end > stop:
+                return
+            self._next += 1
+
+    def finish(self) -> None:
+        """Copy to the targets whose memory layout differs."""
+        for target, value in self._copied:
+            write_into(target, value)
+
+
+def _buffers_by_name(
+    layout: FlatLayout, flats: Sequence[Sequence[Tensor]]
+) -> dict[str, tuple[FlatEntry, Sequence[Tensor]]]:
+    """Name -> where in the flat buffers of its group the tensor is, and those buffers."""
+    return {
+        entry.name: (entry, of_group)
+        for group, of_group in zip(layout.groups, flats, strict=True)
+        for entry in group.entries
+    }
+
+
+def _as_real(flat: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones, which are averaged separately."""
+    return torch.view_as_real(flat).flatten() if flat.is_complex() else flat

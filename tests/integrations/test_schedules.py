@@ -1,0 +1,198 @@
+"""One schedule, registered once, decides in Lightning and in Transformers, through resume."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from support.lightning import QUIET, Net, loader
+from support.lightning import trainer as lightning_trainer
+from support.transformers import Fails, averaging, history, tiny_model, trainer
+
+from torch_lawa import Every, OnPlateau
+from torch_lawa.errors import ConfigError
+from torch_lawa.integrations.lightning import LatestWeightAveraging
+from torch_lawa.schedule import SCHEDULES, Schedule, parse_schedule, register_schedule
+
+pytestmark = QUIET
+
+
+@pytest.fixture(autouse=True)
+def growing() -> Iterator[None]:
+    """A snapshot whenever the step has doubled, as a window that grows with the run needs it."""
+
+    @register_schedule("growing", "when the step has grown by RATIO")
+    @dataclass
+    class Growing(Schedule):
+        ratio: float = 2.0
+        last: int = field(default=0, init=False)
+
+        def due(self, step: int, loss: float | None = None) -> bool:
+            if step < self.ratio * self.last:
+                return False
+            self.last = step
+            return True
+
+    yield
+    del SCHEDULES["growing"]
+
+
+class Crash(Callback):
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 7:
+            raise ConnectionError("the machine is gone")
+
+
+def fit(folder: Path, *callbacks: Callback, ckpt: Path | None = None, **options: Any) -> Any:
+    run = lightning_trainer(folder, *callbacks, **{"max_epochs": 6, **options})
+    run.fit(Net(), loader(), loader(seed=1), ckpt_path=ckpt)  # three steps per epoch
+    return run
+
+
+def by_loss(k: int = 9) -> dict[str, Any]:
+    return {"k": k, "min_snapshots": 1, "schedule": OnPlateau(min_delta=0.2)}
+
+
+def test_a_registered_schedule_in_lightning(tmp_path: Path) -> None:
+    options = {"k": 3, "schedule": parse_schedule("growing:2")}
+    whole, first, rest = (LatestWeightAveraging(**options) for _ in range(3))
+    fit(tmp_path, whole)
+    assert whole.averager.snapshot_steps == [4, 8, 16]
+    assert whole.averager.num_collected == 5
+    with pytest.raises(ConnectionError):
+        fit(tmp_path, first, ModelCheckpoint(tmp_path / "run", save_last=True), Crash())
+    fit(tmp_path, rest, ckpt=tmp_path / "run" / "last.ckpt")
+    assert rest.averager.snapshot_steps == whole.averager.snapshot_steps
+    assert rest.averager.num_collected == whole.averager.num_collected
+    assert options["schedule"].state_dict() == {"last": 0}  # the user's object is not shared
+
+
+def test_a_new_run_begins_the_schedule_again(tmp_path: Path) -> None:
+    averaging = LatestWeightAveraging(k=3, schedule=parse_schedule("growing:2"))
+    fit(tmp_path, averaging)
+    with pytest.warns(UserWarning, match="a new window begins"):
+        fit(tmp_path, averaging)
+    assert averaging.averager.snapshot_steps == [4, 8, 16]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"schedule": Every(4)}, [4, 8, 12, 16]),
+        ({"schedule": Every(4, start=2)}, [6, 10, 14, 18]),
+        ({"schedule": Every(4), "update_starting_at_step": 9}, [12, 16]),
+        ({"schedule": Every(2), "interval": "epoch"}, [6, 12, 18]),
+    ],
+)
+def test_units_in_lightning(tmp_path: Path, options: dict[str, Any], expected: list[int]) -> None:
+    averaging = LatestWeightAveraging(k=9, min_snapshots=1, **options)
+    fit(tmp_path, averaging)
+    assert averaging.averager.snapshot_steps == expected
+
+
+def due_after(losses: dict[int, float]) -> list[int]:
+    schedule = OnPlateau(min_delta=0.2)
+    return [step for step, loss in losses.items() if schedule.due(step, loss)]
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.found: dict[int, float] = {}
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.found[trainer.global_step] = trainer.callback_metrics["val_loss"].item()
+
+
+def test_a_plateau_in_lightning(tmp_path: Path) -> None:
+    whole, first, rest = (LatestWeightAveraging(**by_loss(), side_by_side=True) for _ in range(3))
+    losses = Losses()
+    fit(tmp_path, whole, losses)
+    assert whole.averager.snapshot_steps == due_after(losses.found)
+    assert 0 < len(whole.averager) < 6
+    with pytest.raises(ConnectionError):
+        fit(tmp_path, first, ModelCheckpoint(tmp_path / "run", save_last=True), Crash())
+    fit(tmp_path, rest, ckpt=tmp_path / "run" / "last.ckpt")
+    assert rest.averager.snapshot_steps == whole.averager.snapshot_steps
+    wrong = LatestWeightAveraging(**by_loss(), monitor="val_lose")
+    with pytest.raises(ConfigError, match=r"monitor='val_lose'.*val_loss"):
+        fit(tmp_path, wrong)
+
+
+def test_a_registered_schedule_in_transformers(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"k": 3, "schedule": parse_schedule("growing:2")}
+    run = {"max_steps": 17, "save_steps": 3, "eval_strategy": "no"}
+    whole, first, rest = (averaging(**options) for _ in range(3))
+    trainer(tmp_path / "whole", whole, **run).train()
+    assert whole.averager.snapshot_steps == [4, 8, 16]
+    with pytest.raises(RuntimeError, match="a hook failed"):
+        trainer(tmp_path / "parts", first, Fails("on_step_begin", 7), **run).train()
+    resumed = trainer(tmp_path / "parts", rest, model=tiny_model(seed=99), **run)
+    resumed.train(resume_from_checkpoint=True)
+    assert rest.averager.snapshot_steps == whole.averager.snapshot_steps
+    assert rest.averager.num_collected == whole.averager.num_collected
+    assert options["schedule"].state_dict() == {"last": 0}
+    resumed.train()  # a new run begins the schedule again
+    assert rest.averager.snapshot_steps == [4, 8, 16]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"schedule": Every(4)}, [4, 8, 12]),
+        ({"schedule": Every(4, start=2)}, [6, 10]),
+        ({"schedule": Every(4), "start": 0.5}, [8, 12]),
+        ({"schedule": Every(4), "collect_strategy": "save"}, [4, 8, 12]),
+        ({"schedule": Every(3), "collect_strategy": "save"}, [6, 12]),  # of saves at 2, 4, ...
+    ],
+)
+def test_units_in_transformers(
+    tmp_path: Path, options: dict[str, Any], expected: list[int]
+) -> None:
+    callback = averaging(k=9, min_snapshots=1, **options)
+    trainer(tmp_path, callback, eval_strategy="no").train()
+    assert callback.averager.snapshot_steps == expected
+
+
+def test_a_schedule_of_epochs_in_transformers(tmp_path: Path) -> None:
+    callback = averaging(k=2, schedule=Every(2), collect_strategy="epoch")
+    trainer(tmp_path, callback, max_steps=32, save_strategy="no", eval_strategy="no").train()
+    assert callback.averager.snapshot_steps == [16, 32]
+
+
+@pytest.mark.parametrize("metrics", ["both", "averaged"])
+def test_a_plateau_in_transformers(tmp_path: Path, metrics: Any) -> None:
+    run = {"learning_rate": 0.1, "max_steps": 16}
+    options = {**by_loss(), "metrics": metrics}
+    whole, first, rest = (averaging(**options) for _ in range(3))
+    ran = trainer(tmp_path / "whole", whole, **run)
+    ran.train()
+    assert whole.averager.snapshot_steps == due_after(history(ran, "eval_loss"))
+    assert 0 < len(whole.averager) < 8
+    with pytest.raises(RuntimeError, match="a hook failed"):
+        trainer(tmp_path / "parts", first, Fails("on_step_begin", 9), **run).train()
+    resumed = trainer(tmp_path / "parts", rest, model=tiny_model(seed=99), **run)
+    resumed.train(resume_from_checkpoint=True)
+    assert rest.averager.snapshot_steps == whole.averager.snapshot_steps
+    wrong = averaging(**options, monitor="eval_lose")
+    with pytest.raises(ConfigError, match=r"monitor='eval_lose'.*eval_loss"):
+        trainer(tmp_path / "wrong", wrong, **run).train()
+
+
+def test_contradictions_are_refused() -> None:
+    with pytest.raises(ConfigError, match="collect_every=3"):
+        averaging(schedule=Every(2), collect_every=3)
+    with pytest.raises(ConfigError, match="schedule"):
+        averaging(schedule=Every)
+
+
+def test_a_schedule_with_too_few_snapshots_is_found_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="gives 4 snapshots, and an average needs 9"):
+        trainer(tmp_path, averaging(k=9, schedule=parse_schedule("growing:2")))
+    averaging_9 = LatestWeightAveraging(k=9, schedule=parse_schedule("growing:2"))
+    with pytest.warns(UserWarning, match="gives 5 snapshots, and an average needs 9"):
+        fit(tmp_path, averaging_9)
+    assert copy.deepcopy(averaging_9).averager.snapshot_steps == [1, 2, 4, 8, 16]

@@ -1,0 +1,83 @@
+"""BatchNorm statistics for an average: estimated once per window, saved with it."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torch_lawa import LatestWeightAverager
+from torch_lawa.errors import ConfigError
+from torch_lawa.integrations.batch_norm import BatchNormCache
+
+
+class Run:
+    """A model, its averager, and how often the training data was read."""
+
+    def __init__(self, num_batches: int = 2) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        self.averager = LatestWeightAverager(k=1)
+        self.cache = BatchNormCache(num_batches)
+        self.num_reads = 0
+
+    def collect(self, step: int) -> None:
+        with torch.no_grad():
+            self.model[0].weight.add_(1.0)  # type: ignore[union-attr, operator]
+        self.averager.collect(self.model, step=step)
+
+    def statistics(self) -> Tensor:
+        """Those that an evaluation of the average would use."""
+
+        @contextlib.contextmanager
+        def batches() -> Iterator[list[Tensor]]:
+            self.num_reads += 1
+            yield [torch.ones(4, 2), torch.zeros(4, 2), torch.full((4, 2), 9.0)]
+
+        def forward(model: nn.Module, batch: Any) -> Any:
+            return model(batch)
+
+        with self.averager.swapped_into(self.model):
+            self.cache.put_into(self.model, self.averager, batches, forward)
+            found = self.model[1].running_mean.clone()  # type: ignore[union-attr, operator]
+        assert isinstance(found, Tensor)
+        return found
+
+
+def test_once_per_window() -> None:
+    run = Run()
+    run.collect(1)
+    first = run.statistics()
+    assert torch.equal(run.statistics(), first)
+    assert run.num_reads == 1
+    run.collect(2)
+    assert not torch.equal(run.statistics(), first)
+    assert run.num_reads == 2
+    run.cache.clear()
+    run.statistics()
+    assert run.num_reads == 3
+
+
+def test_saved_with_the_window() -> None:
+    run, other = Run(), Run()
+    run.collect(1)
+    assert run.cache.state_dict(run.averager) == {}
+    found = run.statistics()
+    state = run.cache.state_dict(run.averager)
+    other.collect(1)
+    other.cache.load_state_dict(state)
+    assert torch.equal(other.statistics(), found)
+    assert other.num_reads == 0
+    run.collect(2)  # they are of an older window now
+    assert run.cache.state_dict(run.averager) == {}
+
+
+def test_zero_batches_keep_the_newest_snapshot_s() -> None:
+    run = Run(num_batches=0)
+    run.collect(1)
+    assert torch.equal(run.statistics(), torch.zeros(3))
+    assert run.num_reads == 0
+    with pytest.raises(ConfigError, match="batch_norm_batches=True"):
+        BatchNormCache(True)
