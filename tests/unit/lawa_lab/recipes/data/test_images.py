@@ -130,7 +130,7 @@ def test_smoke_images_can_be_told_apart() -> None:
                 "test_images": torch.zeros(0, 3, 8, 8, dtype=torch.uint8),
                 "test_labels": torch.zeros(0, dtype=torch.int64),
             },
-            "test images: there are none",
+            "test images: .*empty",
         ),
     ],
 )
