@@ -85,10 +85,10 @@ def test_no_val(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"val: no such folder.*ILSVRC2012"):
         find_images(tmp_path)
     (tmp_path / "val").mkdir()
-    with pytest.raises(DataError, match="val: holds no class folders"):
+    with pytest.raises(DataError, match="val: contains no class folders"):
         find_images(tmp_path)
     (tmp_path / "val" / "n01").mkdir()
-    with pytest.raises(DataError, match="val: holds no images in class folders"):
+    with pytest.raises(DataError, match="val: contains no images in class"):
         find_images(tmp_path)
 
 
