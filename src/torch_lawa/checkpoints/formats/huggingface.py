@@ -129,7 +129,7 @@ class ShardedCheckpoint(Checkpoint):
             for name in shard.tensors:
                 if weight_map.get(name) != shard.location.name:
                     raise FormatError(
-                        f"{shard.location}: contains {name!r}, which {index.name} does not list here."
+                        f"{shard.location}: contains {name!r}, which is not listed in {index.name}."
                     )
             aliases |= {n: kept for n, kept in shard.aliases.items() if n not in tensors}
         return tensors, aliases

@@ -139,7 +139,7 @@ def test_layouts_that_cannot_be(run: Path, tmp_path: Path) -> None:
         plan_average(run, tmp_path / "m.safetensors", last=2, layout="sharded")
     with pytest.raises(ConfigError, match="size of shards"):
         plan_average(run, tmp_path / "m.safetensors", last=2, max_shard_size=100)
-    with pytest.raises(ConfigError, match="cannot hold"):
+    with pytest.raises(ConfigError, match="max_shard_size"):
         plan_average(run, tmp_path / "m", last=2, max_shard_size=0)
 
 
