@@ -12,10 +12,10 @@ from pathlib import Path
 
 from record import Log
 
-from lawa_lab.recipes.configs import DigitsConfig
+from lawa_lab.recipes.catalog.digits import DigitsConfig
 from lawa_lab.recipes.loop import train
 from lawa_lab.recipes.run_folder import RunFolder, RunPlan
-from lawa_lab.recipes.task import Place
+from lawa_lab.recipes.task import Worker
 from lawa_lab.report.runs import Run
 from lawa_lab.report.summary import summarise
 from torch_lawa.metrics import MetricsWriter, read_metrics
@@ -39,7 +39,7 @@ def main() -> None:
         with MetricsWriter(path) as metrics, tempfile.TemporaryDirectory() as scratch:
             for seed in seeds:
                 run = RunFolder(Path(scratch) / str(seed))
-                train(RunPlan(config=config, seed=seed), run, Place())
+                train(RunPlan(config=config, seed=seed), run, Worker())
                 for row in read_metrics(run.metrics):
                     metrics.write(row)
         rows = read_metrics(path)

@@ -1,12 +1,12 @@
 """The paper's experiments on one GPU, several runs at a time.
 
-    python benchmarks/paper.py 'cifar100-*' --data data --out runs/paper     # starts what matches
+    python benchmarks/paper.py 'cifar100-*' --data data --out runs/paper     # matching runs
     python benchmarks/paper.py --list
 
-Each run is `lawa train` in a folder of its own, with its output beside it; a run that is there is
-resumed. Two to five runs of the ResNets share a large GPU at little cost, since one alone leaves
-it idle between kernels. Ctrl-C stops them all, and each saves a checkpoint. `--keep FOLDER` copies
-what belongs in a record: configurations and metrics.
+Each run is `lawa train` in its own folder, with its output beside it; an existing run is resumed.
+Two to five ResNet runs share a large GPU at little cost, because one alone leaves it idle between
+kernels. Ctrl-C stops all runs, and each saves a checkpoint. `--keep FOLDER` copies what belongs in
+a record: configurations and metrics.
 """
 
 import argparse
@@ -25,10 +25,10 @@ TINY = [
     "--coefficients", "uniform,exponential:0.9", "--batch-norm", "re-estimated,copied",
     "--variants-every", "5",
 ]  # fmt: skip
-# A stand-in: a fifth of WikiText-103's text in short sequences and small batches, for minutes
-# rather than days, without dropout. With 32 tokens the model left its first plateau before step
-# 800, with 64 between 1,600 and 2,000; a run with 128 (and dropout, a lower rate, smaller steps)
-# not in 7,854. The paper's peak rate of 5e-4 is for 43 times as many tokens a step.
+# A substitute: a fifth of WikiText-103's text in short sequences and small batches, without
+# dropout, for minutes instead of days. With 32 tokens the model left its first plateau before step
+# 800, with 64 between 1,600 and 2,000; a run with 128 (and dropout, a lower rate, smaller batches)
+# did not within 7,854 steps. The paper's peak rate of 5e-4 is for 43 times as many tokens per step.
 ROBERTA = [
     "wikitext103-roberta", "--sequence-length", "64", "--batch-size", "384",
     "--micro-batch-size", "384", "--epochs", "10", "--learning-rate", "3e-4", "--dropout", "0",
@@ -51,11 +51,11 @@ RUNS: dict[str, list[str]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("names", nargs="*", help="runs, or patterns of them")
+    parser.add_argument("names", nargs="*", help="names or patterns of runs")
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--out", type=Path, default=Path("runs/paper"))
-    parser.add_argument("--keep", type=Path, help="copy configurations and metrics here")
-    parser.add_argument("--trajectory", help="the run that keeps its snapshots")
+    parser.add_argument("--keep", type=Path, help="copy configurations and metrics to this folder")
+    parser.add_argument("--trajectory", help="name of the run that keeps its snapshots")
     parser.add_argument("--list", action="store_true")
     arguments = parser.parse_args()
     chosen = [n for n in RUNS if any(fnmatch.fnmatch(n, p) for p in arguments.names)]
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def start(name: str, data: Path, out: Path, *, keep: bool) -> "subprocess.Popen[bytes]":
-    words = [*RUNS[name], "--data", str(place_of(data, name)), "-o", str(out / name), "--resume"]
+    words = [*RUNS[name], "--data", str(data_of(data, name)), "-o", str(out / name), "--resume"]
     words += ["--save-trajectory"] if keep else []
     with (out / f"{name}.txt").open("ab") as log:
         return subprocess.Popen(
@@ -92,16 +92,16 @@ def start(name: str, data: Path, out: Path, *, keep: bool) -> "subprocess.Popen[
             stdout=log,
             stderr=log,
             env={"OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1", **os.environ},
-            start_new_session=True,  # Ctrl-C is passed on by us, once
+            start_new_session=True,  # so that main() forwards Ctrl-C once
         )
 
 
-def place_of(data: Path, name: str) -> Path:
+def data_of(data: Path, name: str) -> Path:
     return data / "tiny-imagenet-50" if name.startswith("tiny-imagenet") else data
 
 
 def wait(started: "dict[str, subprocess.Popen[bytes]]", out: Path) -> None:
-    """Until all have ended; says now and then how far they are."""
+    """Wait until all runs have ended; prints their progress once a minute."""
     said = 0.0
     while any(process.poll() is None for process in started.values()):
         time.sleep(2)

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lawa_lab.recipes.run_folder import RunFolder
-from lawa_lab.recipes.task import Location
+from lawa_lab.recipes.task import Worker
 from torch_lawa import LatestWeightAverager, OnPlateau, recalibrate_batch_norm
 from torch_lawa.errors import LawaError
 from torch_lawa.evaluation import evaluate_side_by_side
@@ -65,7 +65,7 @@ def messages(rank: int) -> dict[str, str]:
     single = LatestWeightAverager(k=1)
     single.collect(normed)
     averager.step(sharded, loss=1.0)
-    location = Location(rank=rank, world_size=3)
+    worker = Worker(rank=rank, world_size=3)
 
     def failed() -> None:
         with barrier.explain_missing_ranks():
@@ -74,7 +74,7 @@ def messages(rank: int) -> dict[str, str]:
     acts: dict[str, Callable[[], Any]] = {
         "step": lambda: averager.step(sharded, loss=1.0),
         "batch norm": lambda: recalibrate_batch_norm(normed, loader, group=dist.group.WORLD),
-        "total": lambda: location.total([1.0]),
+        "total": lambda: worker.total([1.0]),
         "different": lambda: acts["batch norm" if rank == LATE else "step"](),
         "failed": failed,
     }
@@ -346,6 +346,7 @@ def assert_goes_on(run: Path, whole: Path, parallel: str) -> None:
     )
 
 
+STATE = "lawa_lab.recipes.trainer:Trainer.state_dict"
 STEP = "lawa_lab.recipes.trainer:Trainer.train_step"
 FAULTS = [
     ("fsdp", 1, STEP, 25, 20),
@@ -422,7 +423,7 @@ def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
         ("ddp", STEP, 10, "the barrier after a collective failed within 5 s"),
         ("fsdp", STEP, 10, "the barrier after a collective failed within 5 s"),
         ("ddp", "lawa_lab.recipes.trainer:Trainer.agree", 10, "Trainer.agree within 13.5 s"),
-        ("fsdp", "lawa_lab.recipes.parallel:Shards._state", 3, "Trainer.progress within 13.5 s"),
+        ("fsdp", STATE, 3, "Trainer.progress within 13.5 s"),
     ],
 )
 def test_lawa_train_names_a_rank_that_hangs(
@@ -499,7 +500,7 @@ def prepare(how: str) -> None:
             False
         )
     elif how == "stall":
-        importlib.import_module("lawa_lab.recipes.machine")._TIMEOUT = timedelta(seconds=15)
+        importlib.import_module("lawa_lab.recipes.runtime")._TIMEOUT = timedelta(seconds=15)
 
 
 if __name__ == "__main__":

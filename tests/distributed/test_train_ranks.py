@@ -11,8 +11,8 @@ from support.training import rows_of, run, smoke_plan
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from lawa_lab.recipes.machine import choose_place
 from lawa_lab.recipes.optimizers import build_optimizer
+from lawa_lab.recipes.runtime import choose_worker
 from torch_lawa.errors import StateError
 from torch_lawa.metrics import Row
 
@@ -23,10 +23,10 @@ def train(rank: int, path: str, parallel: str, stop: int, recipe: str) -> str | 
     """Train a smoke run, or go on with it, until it is stopped."""
     sys.path.insert(0, TESTS)
     plan = smoke_plan(recipe, lookahead=True)
-    location = choose_place("cpu")
+    worker = choose_worker("cpu")
     options = {"parallel": parallel, "save_trajectory": True}
     try:
-        run(plan, Path(path), stop_at=stop, location=location, **options)
+        run(plan, Path(path), stop_at=stop, worker=worker, **options)
     except StateError as error:
         return str(error)
     return None

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from lawa_lab.recipes.configs import DigitsConfig
-from lawa_lab.recipes.digits import build_model, evaluate, load_data
+from lawa_lab.recipes.catalog.digits import DigitsConfig
+from lawa_lab.recipes.tasks.digits import build_model, evaluate, load_data
 from lawa_lab.report.runs import load_runs
 from lawa_lab.report.summary import MetricReport, summarise
 from lawa_lab.report.words import finding

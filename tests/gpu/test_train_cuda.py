@@ -8,11 +8,11 @@ from support.ranks import free_port
 from support.training import rows_of, run, smoke_plan
 
 from lawa_lab.recipes.data.tokens import Tokens
-from lawa_lab.recipes.machine import repeatable
 from lawa_lab.recipes.replay import RunEvaluator
-from lawa_lab.recipes.task import Place, seeded
+from lawa_lab.recipes.runtime import deterministic
+from lawa_lab.recipes.task import Worker, seeded
+from lawa_lab.recipes.tasks.masked_language import MaskedLanguageTask
 from lawa_lab.recipes.trainer import Trainer
-from lawa_lab.recipes.wikitext import MaskedLanguageTask
 from torch_lawa.offline.sweep import plan_sweep, run_sweep
 
 pytestmark = [
@@ -37,10 +37,10 @@ def _nothing_compiled() -> None:
 )
 def test_it_resumes_bit_for_bit(recipe: str, changes: dict[str, object], tmp_path: Path) -> None:
     plan = smoke_plan(recipe, **changes)
-    place = Place(torch.device("cuda", 0))
-    assert run(plan, tmp_path / "whole", place=place).finished
-    assert not run(plan, tmp_path / "parts", place=place, stop_at=7).finished
-    assert run(plan, tmp_path / "parts", place=place).finished
+    worker = Worker(torch.device("cuda", 0))
+    assert run(plan, tmp_path / "whole", worker=worker).finished
+    assert not run(plan, tmp_path / "parts", worker=worker, stop_at=7).finished
+    assert run(plan, tmp_path / "parts", worker=worker).finished
     whole, parts = rows_of(tmp_path / "whole"), rows_of(tmp_path / "parts")
     assert whole == parts
     assert whole[0]["device"] == torch.cuda.get_device_name()
@@ -61,10 +61,10 @@ def test_steps_through_fused_attention_repeat(compile: bool) -> None:
     ids = torch.randint(5, 1000, (32 * 600,), generator=seeded(torch.device("cpu"), 1)).numpy()
     tokens = Tokens({"train": ids, "valid": ids}, 1000, Path())
     found: list[list[torch.Tensor]] = []
-    with repeatable(None):
+    with deterministic(None):
         for _ in range(4):
-            task = MaskedLanguageTask(plan.config, tokens, seed=0, place=Place(device))  # type: ignore[arg-type]
-            trainer = Trainer(plan, task, Place(device), compile=compile)
+            task = MaskedLanguageTask(plan.config, tokens, seed=0, worker=Worker(device))  # type: ignore[arg-type]
+            trainer = Trainer(plan, task, Worker(device), compile=compile)
             for batch in trainer.batches():
                 trainer.train_step(batch)
             found.append([p.detach().clone() for p in trainer.model.parameters()])
@@ -79,9 +79,9 @@ def test_convolutions_train_in_shards(tmp_path: Path, monkeypatch: pytest.Monkey
     group |= {"RANK": "0", "WORLD_SIZE": "1", "NCCL_SOCKET_IFNAME": "lo"}
     for name, value in group.items():
         monkeypatch.setenv(name, value)
-    plan, place = smoke_plan("cifar100-resnet34"), Place(torch.device("cuda", 0))
-    assert run(plan, tmp_path / "shards", place=place, parallel="fsdp").finished
-    assert run(plan, tmp_path / "alone", place=place).finished
+    plan, worker = smoke_plan("cifar100-resnet34"), Worker(torch.device("cuda", 0))
+    assert run(plan, tmp_path / "shards", worker=worker, parallel="fsdp").finished
+    assert run(plan, tmp_path / "alone", worker=worker).finished
     shards, alone = rows_of(tmp_path / "shards"), rows_of(tmp_path / "alone")
     kind = ("step", "weights", "k", "coefficients", "batch_norm")
     assert [[r[name] for name in kind] for r in shards] == [[r[n] for n in kind] for r in alone]
@@ -91,7 +91,7 @@ def test_convolutions_train_in_shards(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_sweep_of_the_trajectory_gives_the_rows_of_the_run(tmp_path: Path) -> None:
     plan = smoke_plan("cifar100-resnet34", width=16)
-    run(plan, tmp_path, place=Place(torch.device("cuda", 0)), save_trajectory=True)
+    run(plan, tmp_path, worker=Worker(torch.device("cuda", 0)), save_trajectory=True)
     swept = run_sweep(
         plan_sweep(tmp_path / "trajectory", [1, 2, 3]), evaluator=RunEvaluator(tmp_path)
     )

@@ -5,14 +5,14 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from lawa_lab.recipes.configs import find_recipe
-from lawa_lab.recipes.loop import Outcome, Watcher, train
+from lawa_lab.recipes.loop import Outcome, TrainingCallback, train
+from lawa_lab.recipes.registry import find_recipe
 from lawa_lab.recipes.run_folder import RunFolder, RunPlan
-from lawa_lab.recipes.task import Location
+from lawa_lab.recipes.task import Worker
 from torch_lawa.metrics import Row, read_metrics
 
 
-class StopAt(Watcher):
+class StopAt(TrainingCallback):
     """Presses Ctrl-C after a step."""
 
     def __init__(self, *steps: int) -> None:
@@ -30,17 +30,12 @@ def smoke_plan(recipe: str, *, seed: int = 3, **changes: Any) -> RunPlan:
 
 
 def run(
-    plan: RunPlan,
-    path: Path,
-    *,
-    stop_at: int = -1,
-    location: Location | None = None,
-    **options: Any,
+    plan: RunPlan, path: Path, *, stop_at: int = -1, worker: Worker | None = None, **options: Any
 ) -> Outcome:
     folder = RunFolder(path)
     if not folder.used:
         folder.write_plan(plan, {})
-    return train(plan, folder, location or Location(), watcher=StopAt(stop_at), **options)
+    return train(plan, folder, worker or Worker(), callback=StopAt(stop_at), **options)
 
 
 def rows_of(path: Path) -> list[Row]:

@@ -13,7 +13,7 @@ import click
 from torch_lawa.errors import ConfigError, LawaError
 
 if TYPE_CHECKING:
-    from lawa_lab.recipes.configs import DigitsConfig
+    from lawa_lab.recipes.catalog.digits import DigitsConfig
     from lawa_lab.report.runs import Run
     from lawa_lab.report.summary import Report
 
@@ -62,7 +62,7 @@ def command(output: Path, seed: int, k: int, epochs: int, as_json: bool, overwri
     begin = time.perf_counter()
     _check(output, overwrite)
     # Imported late, so that --help and usage errors are fast.
-    from lawa_lab.recipes.configs import DigitsConfig
+    from lawa_lab.recipes.catalog.digits import DigitsConfig
 
     try:
         config = DigitsConfig(ks=(k,), epochs=epochs)
@@ -88,7 +88,7 @@ def _train(
     from lawa_lab.cli.demo_progress import show_progress
     from lawa_lab.recipes.loop import train
     from lawa_lab.recipes.run_folder import RunFolder, RunPlan
-    from lawa_lab.recipes.task import Place
+    from lawa_lab.recipes.task import Worker
 
     _clear(output)
     output.mkdir(parents=True, exist_ok=True)
@@ -98,8 +98,7 @@ def _train(
     with show_progress(seeds, config.epochs, k=config.ks[0], as_json=as_json) as view:
         for seed, folder in zip(seeds, folders, strict=True):
             plan = RunPlan(config=config, seed=seed)
-            folder.write_plan(plan, {})
-            if not train(plan, folder, Place(), watcher=view).finished:
+            if not train(plan, folder, Worker(), callback=view).finished:
                 return None
             view.on_seed_done()
     return [folder.path for folder in folders]

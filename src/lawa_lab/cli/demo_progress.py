@@ -12,13 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from lawa_lab.cli.report_tables import AVERAGED_STYLE, RAW_STYLE
-from lawa_lab.recipes.loop import Watcher
+from lawa_lab.recipes.loop import TrainingCallback
 from torch_lawa.metrics import Row
 
 __all__ = ["DemoProgress", "show_progress"]
 
 
-class DemoProgress(Watcher):
+class DemoProgress(TrainingCallback):
     """Raw and averaged weights side by side, one line per seed, updated in place."""
 
     def __init__(self, console: Console, seeds: Sequence[int], epochs: int) -> None:

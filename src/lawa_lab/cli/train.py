@@ -1,12 +1,10 @@
 """`lawa train RECIPE`: the paper's experiments and their small versions.
 
-Every recipe is a command whose options are the fields of its configuration, so that what can be
-set and what can be seen in `--help` are the same.
+Every registered recipe is a command, and every field of its configuration is an option.
 """
 
 import dataclasses
 import json
-import os
 import re
 import types
 import typing
@@ -16,21 +14,32 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lawa_lab.recipes.configs import RECIPES, TrainConfig
-from torch_lawa.errors import ConfigError, LawaError
+from lawa_lab.recipes.config import TrainConfig
+from lawa_lab.recipes.registry import RECIPES
+from torch_lawa.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lawa_lab.recipes.run_folder import RunFolder, RunPlan
+    from lawa_lab.recipes.run_folder import RunPlan
 
 __all__ = ["command"]
 
 
-@click.group("train")
-def command() -> None:
-    """Train a recipe of the paper with averaging inside.
+class _Recipes(click.Group):
+    """One command per registered recipe."""
 
-    Raw and averaged weights are evaluated side by side into RUN/metrics.jsonl; `lawa report RUN`
-    shows what averaging saved. Ctrl-C saves a checkpoint; --resume goes on from it. Several GPUs:
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(RECIPES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return _recipe(RECIPES[cmd_name]) if cmd_name in RECIPES else None
+
+
+@click.command("train", cls=_Recipes)
+def command() -> None:
+    """Train a recipe and evaluate averaged weights beside the raw ones.
+
+    Rows of raw and averaged weights are written to RUN/metrics.jsonl; `lawa report RUN` shows what
+    averaging saved. Ctrl-C saves a checkpoint, from which --resume continues. For several GPUs:
     torchrun --nproc-per-node N -m torch_lawa train RECIPE ...
     """
 
@@ -46,7 +55,7 @@ def _recipe(config: type[TrainConfig]) -> click.Command:
         return _train(config, options, given)
 
     hyper = [_option(item, config) for item in dataclasses.fields(config)]
-    about = f"{config.about}\n\nOptions with the paper's values, or ours where it is silent."
+    about = f"{config.about}\n\nDefaults are the paper's values, or ours where it gives none."
     return click.Command(
         config.recipe,
         callback=callback,
@@ -65,19 +74,22 @@ _RUN: list[click.Parameter] = [
     click.Option(
         ["--data"],
         type=click.Path(path_type=Path),
-        help="Folder with the data set; an error tells what belongs there.  [default: data]",
+        help="Folder of the data set; if data is missing, the error says what to download.  "
+        "[default: data]",
     ),
     click.Option(
         ["--seed"],
         type=click.IntRange(min=0, max=2**32 - 1),
         default=0,
         show_default=True,
-        help="Of weights, batches and dropout.",
+        help="Seed for initialisation, data order and dropout.",
     ),
     click.Option(
-        ["--smoke"], is_flag=True, help="Seconds on a CPU with made-up data: does it run?"
+        ["--smoke"],
+        is_flag=True,
+        help="Train a tiny version on synthetic data, in seconds on a CPU.",
     ),
-    click.Option(["--resume"], is_flag=True, help="Go on from RUN's checkpoint, if there is one."),
+    click.Option(["--resume"], is_flag=True, help="Continue from RUN's checkpoint, if any."),
     click.Option(["--overwrite"], is_flag=True, help="Replace a run in the same folder."),
     click.Option(
         ["--save-trajectory"],
@@ -89,22 +101,22 @@ _RUN: list[click.Parameter] = [
         type=click.FloatRange(min=0, min_open=True),
         default=10.0,
         show_default=True,
-        help="Save a checkpoint to resume from so often.",
+        help="Minutes between checkpoints.",
     ),
-    click.Option(["--device"], help="cpu, cuda or cuda:N.  [default: a GPU where there is one]"),
+    click.Option(["--device"], help="cpu, cuda or cuda:N.  [default: cuda if available]"),
     click.Option(
         ["--compile/--no-compile"],
         default=None,
-        help="Use torch.compile.  [default: on a GPU, not with fsdp]",
+        help="Use torch.compile.  [default: on a GPU, except with fsdp]",
     ),
     click.Option(
         ["--parallel"],
         type=click.Choice(["ddp", "fsdp"]),
         default="ddp",
         show_default=True,
-        help="Under torchrun: a copy of the model in each process, or shards of it (FSDP2).",
+        help="Under torchrun: replicate the model (DDP) or shard it (FSDP2).",
     ),
-    click.Option(["--dry-run"], is_flag=True, help="Print what would be run."),
+    click.Option(["--dry-run"], is_flag=True, help="Print the settings and exit."),
     click.Option(["--json", "as_json"], is_flag=True, help="Print rows as JSON, for programs."),
 ]
 
@@ -113,7 +125,7 @@ def _option(item: "dataclasses.Field[Any]", config: type[TrainConfig]) -> click.
     default = item.default
     kind = typing.get_type_hints(config)[item.name]
     flag = f"--{item.name.replace('_', '-')}"
-    help = str(item.metadata.get("help") or "")
+    help = str(config.settings()[item.name]["help"])
     if kind is bool:
         return click.Option([f"{flag}/--no-{flag[2:]}"], default=default, help=help)
     return click.Option([flag], type=_type(kind), default=default, show_default=True, help=help)
@@ -135,7 +147,7 @@ def _type(kind: Any) -> "click.ParamType[Any]":
 
 
 class _List(click.ParamType):  # type: ignore[type-arg]
-    """Values with commas between them."""
+    """Comma-separated values."""
 
     def __init__(self, item: Callable[[str], Any]) -> None:
         self.name, self._item = "list", item
@@ -144,7 +156,8 @@ class _List(click.ParamType):  # type: ignore[type-arg]
         if not isinstance(value, str):
             return tuple(value)
         try:
-            return tuple(self._item(part.strip()) for part in value.split(","))
+            parts = [part.strip() for part in value.split(",")] if value.strip() else []
+            return tuple(map(self._item, parts))
         except ValueError:
             self.fail(f"{value!r} is not a list like 3,6,10", param, ctx)
 
@@ -167,8 +180,8 @@ def _train(recipe: type[TrainConfig], options: Mapping[str, Any], given: Mapping
         click.echo(json.dumps({**shown, **dataclasses.asdict(config)}, indent=2))
         return 0
 
-    # Only now, so that --help and mistakes are answered at once.
-    from lawa_lab.recipes.run_folder import RunFolder, RunPlan
+    # Imported late, so that --help and usage errors do not wait for torch.
+    from lawa_lab.recipes.run_folder import RunPlan
 
     plan = RunPlan(
         config=config,
@@ -177,76 +190,42 @@ def _train(recipe: type[TrainConfig], options: Mapping[str, Any], given: Mapping
         smoke=options["smoke"],
     )
     name = "-".join(re.findall(r"[\w.]+", config.run_name))  # lookahead(sgd): lookahead-sgd
-    folder = RunFolder(
-        options["output"] or Path("runs") / f"{config.recipe}-{name}-seed-{plan.seed}"
-    )
-    return _run(plan, folder, options)
+    path = options["output"] or Path("runs") / f"{config.recipe}-{name}-seed-{plan.seed}"
+    return _run(plan, path, options)
 
 
-def _run(plan: "RunPlan", folder: "RunFolder", options: Mapping[str, Any]) -> int:
+def _run(plan: "RunPlan", path: Path, options: Mapping[str, Any]) -> int:
     from lawa_lab.cli.train_progress import show_run
     from lawa_lab.recipes.loop import train
-    from lawa_lab.recipes.machine import choose_place
+    from lawa_lab.recipes.run_folder import RunFolder
+    from lawa_lab.recipes.runtime import choose_worker
 
-    place = choose_place(options["device"])
-    main = place.rank == 0
+    overwrite, resume = options["overwrite"], options["resume"]
+    folder = RunFolder(path, if_used="resume" if resume else "overwrite" if overwrite else "refuse")
+    worker = choose_worker(options["device"])
+    main = worker.rank == 0
     if main:
-        _refuse(plan, folder, options)
-        folder.path.mkdir(parents=True, exist_ok=True)
-    with show_run(plan, folder.path, place, as_json=options["as_json"]) as watcher:
+        folder.reserve(plan)  # before the data is loaded, which may take a while
+    with show_run(plan, path, worker, as_json=options["as_json"]) as callback:
         outcome = train(
             plan,
             folder,
-            place,
+            worker,
             compile=options["compile"],
             parallel=options["parallel"],
             save_trajectory=options["save_trajectory"],
             save_minutes=options["save_minutes"],
-            watcher=watcher,
-            prepare=lambda: _prepare(plan, folder, options),
+            callback=callback,
         )
     if not main:
         return 0
     if not outcome.finished:
         click.echo(
-            f"Stopped after step {outcome.step} of {outcome.num_steps}; the same command with "
-            f"--resume goes on from its checkpoint in {folder.path}.",
+            f"Stopped after step {outcome.step} of {outcome.num_steps}. Continue from the "
+            f"checkpoint in {path} with the same command and --resume.",
             err=True,
         )
         return 130
     if not options["as_json"]:
-        click.echo(f"Finished. What averaging saved: lawa report {folder.path}")
+        click.echo(f"Finished. What averaging saved: lawa report {path}")
     return 0
-
-
-def _refuse(plan: "RunPlan", folder: "RunFolder", options: Mapping[str, Any]) -> None:
-    """See that the folder is free, or this run's own, or may be replaced."""
-    if not folder.used:
-        return
-    if options["resume"]:
-        folder.require_same(plan)
-    elif not options["overwrite"]:
-        raise LawaError(
-            f"{folder.path} already holds a run: pass --resume to go on with it, --overwrite "
-            "to replace it, or choose another folder with -o."
-        )
-    elif not folder.config.exists():
-        raise LawaError(
-            f"{folder.path} holds metrics of something else, which is not replaced: choose "
-            "another folder with -o."
-        )
-
-
-def _prepare(plan: "RunPlan", folder: "RunFolder", options: Mapping[str, Any]) -> None:
-    """Make the folder the run's own; only now, so that a mistake neither costs nor leaves a run."""
-    _refuse(plan, folder, options)  # again: another may have begun while the data was loaded
-    if folder.used:
-        if options["resume"]:
-            return
-        folder.clear()
-    words = {"world_size": int(os.environ.get("WORLD_SIZE", "1"))}
-    folder.write_plan(plan, words)
-
-
-for _config in RECIPES.values():
-    command.add_command(_recipe(_config))

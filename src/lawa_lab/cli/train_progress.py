@@ -1,4 +1,4 @@
-"""What `lawa train` shows: a line for each evaluation, and live progress on a terminal."""
+"""The output of `lawa train`: one line per evaluation, and a progress bar on a terminal."""
 
 import contextlib
 import json
@@ -15,19 +15,21 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from lawa_lab.recipes.loop import Watcher
+from lawa_lab.recipes.loop import TrainingCallback
 from lawa_lab.recipes.run_folder import RunPlan
-from lawa_lab.recipes.task import Place
+from lawa_lab.recipes.task import Worker
 from torch_lawa.metrics import Row
 
 __all__ = ["show_run"]
 
 
 @contextlib.contextmanager
-def show_run(plan: RunPlan, path: Path, place: Place, *, as_json: bool) -> Iterator[Watcher]:
-    """A watcher that prints; silent in every process but the first."""
-    if place.rank:
-        yield Watcher()
+def show_run(
+    plan: RunPlan, path: Path, worker: Worker, *, as_json: bool
+) -> Iterator[TrainingCallback]:
+    """A callback that prints on rank 0 and is silent on the other ranks."""
+    if worker.rank:
+        yield TrainingCallback()
         return
     if as_json:
         yield _Json()
@@ -36,7 +38,7 @@ def show_run(plan: RunPlan, path: Path, place: Place, *, as_json: bool) -> Itera
     config = plan.config
     console.print(
         f"{config.recipe}, {config.run_name}, seed {plan.seed}: {config.epochs} epochs on "
-        f"{place.device}{f' × {place.world_size}' if place.world_size > 1 else ''}; run folder "
+        f"{worker.device}{f' × {worker.world_size}' if worker.world_size > 1 else ''}; run folder "
         f"{path}",
         soft_wrap=True,
     )
@@ -54,24 +56,24 @@ def show_run(plan: RunPlan, path: Path, place: Place, *, as_json: bool) -> Itera
         yield _Lines(console, progress)
 
 
-class _Json(Watcher):
-    """Rows as they are written."""
+class _Json(TrainingCallback):
+    """Prints rows as they are written."""
 
     def on_rows(self, rows: list[Row]) -> None:
-        """One JSON object a line."""
+        """One JSON object per line."""
         for row in rows:
             print(json.dumps(row), flush=True)
 
 
-class _Lines(Watcher):
-    """A line for each evaluation: raw weights and the first average, treated alike."""
+class _Lines(TrainingCallback):
+    """One line per evaluation: raw weights and the first average, with BatchNorm treated alike."""
 
     def __init__(self, console: Console, progress: Progress | None) -> None:
         self._console, self._progress = console, progress
         self._begun = False
 
     def on_begin(self, step: int, num_steps: int, num_batches: int) -> None:
-        """Say where the run is, and start the bar."""
+        """Report where the run resumed, and start the bar."""
         if step:
             done = " It is finished." if step == num_steps else ""
             self._console.print(f"Resumed after step {step} of {num_steps}.{done}")
@@ -88,7 +90,7 @@ class _Lines(Watcher):
             self._progress.update(self._bar, completed=step, rate=rate)
 
     def on_rows(self, rows: list[Row]) -> None:
-        """Print what was found."""
+        """Print the values of raw and averaged weights."""
         averaged = next((row for row in rows if row["weights"] == "averaged"), None)
         policy = averaged["batch_norm"] if averaged else None
         raw = next(
@@ -113,7 +115,7 @@ class _Lines(Watcher):
 
 
 def _values(row: Row) -> dict[str, float]:
-    """Held-out loss and accuracy; the rest is in the file."""
+    """Held-out loss and accuracy; other values are only in the file."""
     skipped = ("train_loss", "top5_accuracy")
     ends = ("_loss", "_accuracy")
     return {n: v for n, v in row.items() if n.endswith(ends) and not n.endswith(skipped)}

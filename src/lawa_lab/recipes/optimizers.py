@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules of the recipes, Lookahead among them."""
+"""Optimizers and learning-rate schedules of the recipes, including Lookahead."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lawa_lab.recipes.configs import TrainConfig
+from lawa_lab.recipes.config import TrainConfig
 from torch_lawa.errors import StateError
 from torch_lawa.shards import is_sharded, local
 
@@ -16,11 +16,11 @@ __all__ = ["Lookahead", "build_optimizer", "learning_rate"]
 
 
 class Lookahead:
-    """Slow weights that follow every `k` steps of fast ones (Zhang et al., 2019).
+    """The Lookahead optimizer (Zhang et al., 2019): slow weights follow `k` steps of fast weights.
 
-    The inner optimizer moves the fast weights, which are the model's own. After k of its steps the
-    slow weights go a part `alpha` of the way to them, and the fast ones start again from there.
-    Buffers such as BatchNorm statistics are left alone, as is the inner optimizer's momentum.
+    The inner optimizer updates the fast weights, which are the model's. After every k steps the
+    slow weights move towards them by a fraction `alpha`, and the fast weights are reset to the slow
+    ones. Buffers such as BatchNorm statistics and the inner optimizer's momentum are unchanged.
 
     >>> weight = nn.Parameter(torch.zeros(1))
     >>> optimizer = Lookahead(torch.optim.SGD([weight], lr=1.0), alpha=0.5, k=2)
@@ -39,16 +39,16 @@ class Lookahead:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the inner optimizer: a learning rate set in them counts."""
+        """Those of the inner optimizer; set the learning rate there."""
         return self.inner.param_groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Reset the gradients."""
         self.inner.zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step of the fast weights, and every k-th time one of the slow ones."""
+        """One step of the fast weights, and every k-th time one of the slow weights."""
         self.inner.step()
         self._num_steps += 1
         if self._num_steps % self.k == 0:
@@ -58,12 +58,12 @@ class Lookahead:
 
     @torch.no_grad()
     def load_slow(self, slow: Iterable[Tensor], num_steps: int) -> None:
-        """Go on with these slow weights after so many steps."""
+        """Set the slow weights and the number of steps."""
         torch._foreach_copy_([local(p) for p in self.slow], [local(p) for p in slow])
         self._num_steps = num_steps
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state, the slow weights and the count of steps."""
+        """The inner optimizer's state, the slow weights and the number of steps."""
         return {
             "inner": self.inner.state_dict(),
             "slow": list(self.slow),
@@ -71,12 +71,12 @@ class Lookahead:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Resume from a saved state."""
         slow: list[Tensor] = state.get("slow", [])
         shapes = [tensor.shape for tensor in self.slow]
         if "inner" not in state or [tensor.shape for tensor in slow] != shapes:
             raise StateError(
-                "this is no state of Lookahead over the same parameters: build the model and the "
+                "this is not a state of Lookahead for these parameters: build the model and the "
                 "optimizer as they were when it was saved."
             )
         self.inner.load_state_dict(state["inner"])
@@ -86,7 +86,7 @@ class Lookahead:
 def build_optimizer(
     config: TrainConfig, model: nn.Module, *, fused: bool = False
 ) -> Optimizer | Lookahead:
-    """The optimizer that a recipe asks for."""
+    """The optimizer of a configuration."""
     shared: dict[str, Any] = {
         "lr": config.learning_rate,
         "weight_decay": config.weight_decay,
@@ -96,7 +96,7 @@ def build_optimizer(
     parameters = model.parameters()
     optimizer: Optimizer
     if config.optimizer == "sgd":
-        # PyTorch's fused SGD knows no shards; the fused Adams do.
+        # PyTorch's fused SGD does not support DTensors; the fused Adams do.
         shared["fused"] = fused and not any(is_sharded(p) for p in model.parameters())
         optimizer = torch.optim.SGD(parameters, momentum=config.momentum, **shared)
     elif config.optimizer == "adam":
@@ -109,9 +109,9 @@ def build_optimizer(
 
 
 def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
-    """The rate of a step (from 0) of a run of `num_steps`: up in a line, then down as asked.
+    """The learning rate of a step (from 0): linear warm-up, then the schedule.
 
-    >>> from lawa_lab.recipes.configs import TrainConfig
+    >>> from lawa_lab.recipes.config import TrainConfig
     >>> config = TrainConfig(learning_rate=1.0, schedule="linear", warmup_steps=2)
     >>> [learning_rate(config, step, 6) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]

@@ -1,11 +1,11 @@
-"""How a recipe runs on several processes: alone, each with a copy (DDP), or in shards (FSDP2).
+"""How a run is spread over processes: one process, copies of the model (DDP), or shards (FSDP2).
 
-Each way says how the model is wrapped, when gradients are exchanged, how the whole weights are had
-for a file, and how a checkpoint to resume from is written and read.
+Each strategy says how the model is wrapped, when gradients are synchronised, how whole weights are
+gathered for a file, and how the state of a run is written to and read from its folder.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -14,125 +14,140 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lawa_lab.recipes.optimizers import Lookahead
 from lawa_lab.recipes.run_folder import RunFolder
-from lawa_lab.recipes.task import Place
+from lawa_lab.recipes.task import Worker
+from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.checkpoints.storage.atomic import publish, remove
 from torch_lawa.errors import ConfigError, OutputError, StateError
-from torch_lawa.ranks.barrier import barrier
 from torch_lawa.selection import unwrap
 from torch_lawa.shards import local
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from lawa_lab.recipes.trainer import Trainer
-
-__all__ = ["Alone", "Copies", "Parallel", "Shards", "choose_parallel"]
+__all__ = ["Copies", "Parallel", "Shards", "SingleProcess", "State", "choose_parallel"]
 
 Parallel: TypeAlias = Literal["ddp", "fsdp"]
+State: TypeAlias = dict[str, Any]
 
 
-def choose_parallel(name: Parallel, place: Place) -> "Alone":
-    """The way for this number of processes."""
+def choose_parallel(name: Parallel, worker: Worker) -> "SingleProcess":
+    """The strategy for this number of processes."""
     if name not in ("ddp", "fsdp"):
         raise ConfigError(f"parallel={name!r}: choose from ddp and fsdp.")
     if name == "fsdp":
-        return Shards(place)
-    return Copies(place) if place.world_size > 1 else Alone(place)
+        return Shards(worker)
+    return Copies(worker) if worker.world_size > 1 else SingleProcess(worker)
 
 
-class Alone:
+class SingleProcess:
     """One process."""
 
-    compiles = True  # on a GPU, unless told otherwise
+    compiles = True  # by default on a GPU
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
 
     def prepare(self, model: nn.Module) -> None:
         """Change the model in place, before it has an optimizer."""
-        if self.place.device.type == "cuda":
+        if self.worker.device.type == "cuda":
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def trained(self, forward: nn.Module) -> nn.Module:
-        """What training calls."""
+        """The module that training calls."""
         return forward
 
-    def step_part(self, model: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Around a micro-batch: gradients are exchanged once a step, with the last one."""
+    def micro_batch(
+        self, model: nn.Module, *, last: bool
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Around a micro-batch: gradients are synchronised once per step, with the last one."""
         return contextlib.nullcontext()
 
-    def settle(self, model: nn.Module) -> None:
-        """Give all processes the buffers of the first, as evaluations are shared among them."""
+    def synchronize_buffers(self, model: nn.Module) -> None:
+        """Broadcast the buffers of rank 0: evaluations are split over the ranks."""
 
     def whole(self, model: nn.Module) -> dict[str, Tensor]:
-        """Whole weights for a file; called in every process, needed in the first."""
+        """Whole weights for a file; called on every rank, complete on rank 0."""
         return dict(model.state_dict())
 
-    def save(self, trainer: "Trainer", folder: RunFolder) -> None:
-        """Write a checkpoint; called in every process."""
-        state = trainer.state_dict()
-        if self.place.rank == 0:
+    def state_of(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Lookahead,
+        averagers: Mapping[str, Any],
+        progress: Mapping[str, Any],
+    ) -> State:
+        """Everything that the rest of the run depends on, in the form that `save` writes."""
+        return {
+            **progress,
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            **{name: averager.state_dict() for name, averager in averagers.items()},
+        }
+
+    def restore(
+        self,
+        state: State,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Lookahead,
+        averagers: Mapping[str, Any],
+    ) -> Mapping[str, Any]:
+        """Put a loaded state back into its objects; returns the progress."""
+        try:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            for name, averager in averagers.items():
+                averager.load_state_dict(state[name])
+        except (KeyError, RuntimeError) as error:
+            raise StateError(f"the checkpoint does not match this run: {error}") from None
+        return state
+
+    def save(self, state: State, folder: RunFolder) -> None:
+        """Write a checkpoint; called on every rank."""
+        if self.worker.rank == 0:
             folder.save(state)
 
-    def load(self, trainer: "Trainer", folder: RunFolder) -> bool:
-        """Go on from the checkpoint, if there is one."""
-        self._recover(folder)
+    def load(self, folder: RunFolder, current: Callable[[], State]) -> State | None:
+        """The checkpoint in the folder, or None; `current` returns the state before loading."""
         if folder.shards.exists():
             raise StateError(
-                f"{folder.shards} was saved by a run in shards: resume it with --parallel fsdp."
+                f"{folder.shards} was saved by a sharded run: resume it with --parallel fsdp."
             )
-        state = folder.load()
-        if state is None:
-            self._begin(folder)
-        else:
-            trainer.load_state_dict(state)
-        return state is not None
-
-    def _recover(self, folder: RunFolder) -> None:
-        """The first process puts right what a killed run left, before the others look."""
-        if self.place.rank == 0:
-            folder.recover()
-        if self.place.world_size > 1:
-            barrier("the beginning of the run")
-
-    def _begin(self, folder: RunFolder) -> None:
-        """Without a checkpoint the run writes anew what one that was killed has written."""
-        if self.place.rank == 0:
-            folder.cut_metrics(-1)
-            folder.cut_trajectory(-1)
+        return folder.load()
 
 
-class Copies(Alone):
-    """Every process has the whole model; gradients are averaged (DDP)."""
+class Copies(SingleProcess):
+    """Every rank has the whole model; gradients are averaged (DDP)."""
 
     def trained(self, forward: nn.Module) -> nn.Module:
         """Wrapped in DDP."""
-        device = self.place.device
+        device = self.worker.device
         return DistributedDataParallel(
             forward, device_ids=[device.index] if device.type == "cuda" else None
         )
 
-    def step_part(self, model: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Gradients stay here until the last micro-batch."""
+    def micro_batch(
+        self, model: nn.Module, *, last: bool
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Gradients are accumulated locally until the last micro-batch."""
         assert isinstance(model, DistributedDataParallel)
         return contextlib.nullcontext() if last else model.no_sync()
 
-    def settle(self, model: nn.Module) -> None:
-        """From the first process: BatchNorm statistics are each process's own in training."""
-        barrier("giving all processes the buffers of the first")
+    def synchronize_buffers(self, model: nn.Module) -> None:
+        """Broadcast from rank 0: in training, each rank has its own BatchNorm statistics."""
+        self.worker.barrier("broadcasting the buffers of rank 0")
         for buffer in model.buffers():
             torch.distributed.broadcast(local(buffer), 0)
 
 
 class Shards(Copies):
-    """Every process has a part of every weight; they are gathered layer by layer (FSDP2)."""
+    """Every rank has a shard of every weight; layers are gathered one at a time (FSDP2)."""
 
-    compiles = False  # layer by layer, each kind anew: a minute for a small residual net
+    compiles = False  # each kind of layer is compiled separately: a minute for a small ResNet
 
     def prepare(self, model: nn.Module) -> None:
         """Shard the layers of every list of layers, then the rest.
 
-        Weights keep their usual order in memory, the only one that FSDP2 takes.
+        Weights keep the default memory format, the only one that FSDP2 supports.
         """
         from torch.distributed.fsdp import fully_shard
 
@@ -144,98 +159,114 @@ class Shards(Copies):
         """The model itself."""
         return forward
 
-    def step_part(self, model: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Gradients stay here until the last micro-batch."""
+    def micro_batch(
+        self, model: nn.Module, *, last: bool
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Gradients are accumulated locally until the last micro-batch."""
         inner: Any = unwrap(model)  # of torch.compile
         inner.set_requires_gradient_sync(last)
         return contextlib.nullcontext()
 
     def whole(self, model: nn.Module) -> dict[str, Tensor]:
-        """Gathered, one tensor after the other, into the first process's memory."""
+        """Gathered one tensor at a time into the memory of rank 0."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-        barrier("gathering the weights")
+        self.worker.barrier("gathering the weights")
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         whole: dict[str, Any] = get_model_state_dict(model, options=options)
         return whole
 
-    def save(self, trainer: "Trainer", folder: RunFolder) -> None:
-        """Every process writes its shards; the folder gets its name when all of them are there."""
-        from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.state_dict_saver import save
-
-        self.settle(trainer.model)  # of what all have one copy is written, whoever's it is
-        if self.place.rank == 0:
-            remove(folder.unfinished)
-        barrier("writing a checkpoint")
-        state = self._state(trainer)
-        try:
-            save(state, checkpoint_id=folder.unfinished)
-        except CheckpointException as error:
-            raise OutputError(
-                f"{folder.shards} cannot be written ({_failures(error)}); the one before it, if "
-                "there is one, is as it was."
-            ) from None
-        barrier("a checkpoint that is written")
-        if self.place.rank == 0:
-            publish(folder.unfinished, folder.shards)
-        barrier("a checkpoint in its place")
-
-    def load(self, trainer: "Trainer", folder: RunFolder) -> bool:
-        """From shards of any number of processes."""
-        from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.state_dict import (
-            set_model_state_dict,
-            set_optimizer_state_dict,
-        )
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        self._recover(folder)
-        if folder.checkpoint.exists():
-            raise StateError(
-                f"{folder.checkpoint} was not saved by a run in shards: resume it without "
-                "--parallel fsdp."
-            )
-        if not folder.shards.exists():
-            self._begin(folder)
-            return False
-        state = self._state(trainer)
-        try:
-            load(state, checkpoint_id=folder.shards)
-        except CheckpointException as error:
-            raise StateError(
-                f"{folder.shards} cannot be read ({_failures(error)}). Remove it to begin anew."
-            ) from None
-        set_model_state_dict(trainer.model, state["model"])
-        set_optimizer_state_dict(
-            trainer.model, _inner(trainer), optim_state_dict=state["optimizer"]
-        )
-        trainer.progress = state["progress"]
-        if isinstance(trainer.optimizer, Lookahead):
-            trainer.optimizer.load_slow(state["slow"].values(), trainer.step)
-        return True
-
-    def _state(self, trainer: "Trainer") -> dict[str, Any]:
+    def state_of(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Lookahead,
+        averagers: Mapping[str, Any],
+        progress: Mapping[str, Any],
+    ) -> State:
+        """State dicts of shards; `torch.distributed.checkpoint` reads those of the averagers."""
         from torch.distributed.checkpoint.state_dict import (
             get_model_state_dict,
             get_optimizer_state_dict,
         )
 
-        trainer.averager.bind(trainer.model)  # its names, also before the first snapshot
-        state: dict[str, Any] = {
-            "model": get_model_state_dict(trainer.model),
-            "optimizer": get_optimizer_state_dict(trainer.model, _inner(trainer)),
-            "averager": trainer.averager,
-            "progress": trainer.progress,
+        self.synchronize_buffers(model)  # one copy is written, by whichever rank
+        for averager in averagers.values():
+            if isinstance(averager, LatestWeightAverager):
+                averager.bind(model)  # the names must be known before the first snapshot
+        state: State = {
+            "model": get_model_state_dict(model),
+            "optimizer": get_optimizer_state_dict(model, _inner(optimizer)),
+            **averagers,
+            "progress": dict(progress),
         }
-        if isinstance(trainer.optimizer, Lookahead):
-            slow = trainer.optimizer.slow
-            state["slow"] = {str(place): tensor for place, tensor in enumerate(slow)}
+        if isinstance(optimizer, Lookahead):
+            state["slow"] = {str(index): tensor for index, tensor in enumerate(optimizer.slow)}
+        return state
+
+    def restore(
+        self,
+        state: State,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Lookahead,
+        averagers: Mapping[str, Any],
+    ) -> Mapping[str, Any]:
+        """The averagers were restored in place by `load`."""
+        from torch.distributed.checkpoint.state_dict import (
+            set_model_state_dict,
+            set_optimizer_state_dict,
+        )
+
+        set_model_state_dict(model, state["model"])
+        set_optimizer_state_dict(model, _inner(optimizer), optim_state_dict=state["optimizer"])
+        progress: Mapping[str, Any] = state["progress"]
+        if isinstance(optimizer, Lookahead):
+            optimizer.load_slow(state["slow"].values(), int(progress["step"]))
+        return progress
+
+    def save(self, state: State, folder: RunFolder) -> None:
+        """Every rank writes its shards; the folder is renamed when all of them are written."""
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        if self.worker.rank == 0:
+            remove(folder.unfinished)
+        self.worker.barrier("writing a checkpoint")
+        try:
+            save(state, checkpoint_id=folder.unfinished)
+        except CheckpointException as error:
+            raise OutputError(
+                f"{folder.shards} cannot be written ({_failures(error)}); the previous checkpoint, "
+                "if there is one, is unchanged."
+            ) from None
+        self.worker.barrier("the end of writing a checkpoint")
+        if self.worker.rank == 0:
+            publish(folder.unfinished, folder.shards)
+        self.worker.barrier("renaming a checkpoint")
+
+    def load(self, folder: RunFolder, current: Callable[[], State]) -> State | None:
+        """From the shards of any number of ranks, into the tensors of the current state."""
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        if folder.checkpoint.exists():
+            raise StateError(
+                f"{folder.checkpoint} was not saved by a sharded run: resume it without "
+                "--parallel fsdp."
+            )
+        if not folder.shards.exists():
+            return None
+        state = current()
+        try:
+            load(state, checkpoint_id=folder.shards)
+        except CheckpointException as error:
+            raise StateError(
+                f"{folder.shards} cannot be read ({_failures(error)}). Remove it to start over."
+            ) from None
         return state
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Those of the outermost lists of layers; a list inside of a layer is part of it."""
+    """The layers of the outermost lists of layers; a list inside a layer is part of that layer."""
     for child in model.children():
         if isinstance(child, nn.ModuleList | nn.Sequential):
             yield from (layer for layer in child if any(True for _ in layer.parameters()))
@@ -244,10 +275,9 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _failures(error: "CheckpointException") -> str:
-    """What went wrong, rank by rank, without the tracebacks of all."""
+    """What failed on each rank, without the tracebacks."""
     return "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
 
 
-def _inner(trainer: "Trainer") -> torch.optim.Optimizer:
-    optimizer = trainer.optimizer
+def _inner(optimizer: torch.optim.Optimizer | Lookahead) -> torch.optim.Optimizer:
     return optimizer.inner if isinstance(optimizer, Lookahead) else optimizer

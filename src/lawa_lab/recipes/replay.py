@@ -1,4 +1,4 @@
-"""Evaluating weights as a run of `lawa train` would have: `lawa sweep RUN/trajectory`."""
+"""Evaluates weights as a run of `lawa train` does, for `lawa sweep RUN/trajectory`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lawa_lab.recipes.loop import make_task
-from lawa_lab.recipes.machine import choose_place, repeatable
 from lawa_lab.recipes.run_folder import RunFolder
+from lawa_lab.recipes.runtime import choose_worker, deterministic
 from lawa_lab.recipes.trainer import Trainer
 from torch_lawa.batch_norm import recalibrate_batch_norm
 
@@ -17,23 +17,23 @@ __all__ = ["RunEvaluator"]
 
 
 class RunEvaluator:
-    """The evaluation of the run in a folder: its data, its batches for BatchNorm, its precision.
+    """The evaluation of the run in a folder, with its data, BatchNorm batches and precision.
 
-    Where the model has BatchNorm layers, their statistics are re-estimated, for raw and averaged
-    weights alike. On the machine of the run the values are those of its own rows.
+    BatchNorm statistics are re-estimated, for raw and averaged weights alike. On the machine of the
+    run the values equal those of its own rows.
     """
 
     def __init__(self, folder: Path, *, device: str | None = None) -> None:
         self._plan = RunFolder(folder).read_plan()
-        place = choose_place(device)
-        with self._repeatable():
-            self._trainer = Trainer(self._plan, make_task(self._plan, place), place)
+        worker = choose_worker(device)
+        with self._deterministic():
+            self._trainer = Trainer(self._plan, make_task(self._plan, worker), worker)
 
     def __call__(self, state: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Named values of these weights, and whose they are."""
+        """Named values of these weights, and which run they belong to."""
         trainer = self._trainer
         trainer.model.load_state_dict(state)
-        with self._repeatable(), torch.no_grad(), trainer.autocast():
+        with self._deterministic(), torch.no_grad(), trainer.autocast():
             num_batches = recalibrate_batch_norm(trainer.model, trainer.task.calibration())
             trainer.model.eval()
             values = trainer.task.evaluate(trainer.forward)
@@ -46,5 +46,5 @@ class RunEvaluator:
             "batch_norm": "re-estimated" if num_batches else None,
         }
 
-    def _repeatable(self) -> Any:
-        return repeatable(self._plan.num_threads)
+    def _deterministic(self) -> Any:
+        return deterministic(self._plan.num_threads)

@@ -1,4 +1,4 @@
-"""The folder of one run: what it was asked to do, its metrics, its checkpoint, its trajectory."""
+"""The folder of one run: its plan, metrics, checkpoint and trajectory, and who may write there."""
 
 import contextlib
 import dataclasses
@@ -8,26 +8,29 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from lawa_lab.recipes.configs import TrainConfig, find_recipe
+from lawa_lab.recipes.config import TrainConfig
+from lawa_lab.recipes.registry import find_recipe
 from torch_lawa._version import __version__
 from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
 from torch_lawa.checkpoints.storage.atomic import TEMPORARY, clear_stale, publish, remove, replacing
-from torch_lawa.errors import ConfigError, StateError
+from torch_lawa.errors import ConfigError, LawaError, StateError
 from torch_lawa.metrics import read_metrics
 
 __all__ = ["RunFolder", "RunPlan"]
 
 _FORMAT = 1
 
+IfUsed: TypeAlias = Literal["resume", "overwrite", "refuse"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """What one run is asked to do; written to its folder, and read from there."""
+    """The recipe, settings, seed and data of one run, as stored in its folder."""
 
     config: TrainConfig
     seed: int = 0
@@ -36,7 +39,7 @@ class RunPlan:
 
     @property
     def num_threads(self) -> int | None:
-        """On a CPU; a smoke run is too small for more than one."""
+        """Number of threads on a CPU; a smoke run is too small for more than one."""
         return 1 if self.smoke else self.config.num_threads
 
     def as_dict(self) -> dict[str, Any]:
@@ -52,7 +55,7 @@ class RunPlan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RunPlan":
-        """The plan that `as_dict` wrote."""
+        """The plan from the values of `as_dict`."""
         given: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in values["hyperparameters"].items()
@@ -62,26 +65,30 @@ class RunPlan:
 
 
 class RunFolder:
-    """Reads and writes the files of one run; each is whole or not there."""
+    """Reads and writes the files of one run; each file is complete or absent.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    `if_used` says what happens to a run that the folder already contains: "resume" it, if it has
+    the same plan, "overwrite" it, or "refuse".
+    """
+
+    def __init__(self, path: Path, *, if_used: IfUsed = "resume") -> None:
+        self.path, self._if_used = path, if_used
         self.config = path / "config.json"
         self.metrics = path / "metrics.jsonl"
         self.checkpoint = path / "checkpoint.pt"
-        self.shards = path / "checkpoint"  # of a run in shards, a folder
-        self.unfinished = path / f"checkpoint{TEMPORARY}"  # the next one, while it is written
+        self.shards = path / "checkpoint"  # a folder, for a sharded run
+        self.unfinished = path / f"checkpoint{TEMPORARY}"  # the next shards, while they are written
         self.averaged = path / "averaged.safetensors"
         self.trajectory = path / "trajectory"
 
     @property
     def used(self) -> bool:
-        """Whether a run is in it."""
+        """Whether the folder contains a run."""
         there = (self.config, self.metrics, self.checkpoint, self.shards)
         return any(path.exists() for path in there)
 
     def clear(self) -> None:
-        """Remove the run; files of others stay."""
+        """Remove the run's files; other files are kept."""
         for path in (self.metrics, self.checkpoint, self.averaged):
             path.unlink(missing_ok=True)
         remove(self.shards)
@@ -90,36 +97,68 @@ class RunFolder:
             path.unlink()
         self.config.unlink(missing_ok=True)
 
+    def reserve(self, plan: RunPlan) -> None:
+        """Create the folder, unless it contains a run that this one may not continue or replace."""
+        self._check(plan)
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def begin(self, plan: RunPlan, *, world_size: int) -> None:
+        """Prepare the folder for training: resume its run, or clear it and write the plan."""
+        self._check(plan)  # again: another run may have started while the data was loaded
+        if self.used and self._if_used == "overwrite":
+            self.clear()
+        if not self.used:
+            self.write_plan(plan, {"world_size": world_size})
+        self.recover()
+
+    def _check(self, plan: RunPlan) -> None:
+        if not self.used:
+            return
+        if self._if_used == "resume":
+            self.require_same(plan)
+        elif self._if_used == "refuse":
+            raise LawaError(
+                f"{self.path} already contains a run: pass --resume to continue it, --overwrite to "
+                "replace it, or choose another folder with -o."
+            )
+        elif not self.config.exists():
+            raise LawaError(
+                f"{self.path} contains metrics of something else, which are not overwritten: "
+                "choose another folder with -o."
+            )
+
     def recover(self) -> None:
-        """Put right what a killed process left; called before a checkpoint is looked for."""
-        # Where two folders cannot change places in one step, the old checkpoint goes first.
+        """Clean up after a killed process, before a checkpoint is loaded."""
+        # If two folders cannot be exchanged atomically, the old checkpoint is removed first.
         if not self.shards.exists() and (self.unfinished / ".metadata").exists():
-            publish(self.unfinished, self.shards)  # its index is written last, so it is whole
+            publish(self.unfinished, self.shards)  # its index is written last, so it is complete
         for path in (self.config, self.metrics, self.checkpoint, self.shards, self.averaged):
             clear_stale(path)
         for left in self.trajectory.glob(f"*{TEMPORARY}"):
             clear_stale(left.with_name(f"{left.name.partition('.')[0]}.safetensors"))
 
     def write_plan(self, plan: RunPlan, facts: Mapping[str, Any]) -> None:
-        """Say what the run is, and where it began."""
+        """Store the plan, with versions and other facts."""
         self.path.mkdir(parents=True, exist_ok=True)
         text = json.dumps({**plan.as_dict(), **facts, **_versions()}, indent=2)
         with replacing(self.config) as file:
             file.write(text.encode() + b"\n")
 
     def read_plan(self) -> RunPlan:
-        """What the run was asked to do."""
+        """The plan of the run in the folder."""
         try:
             return RunPlan.from_dict(json.loads(self.config.read_bytes()))
         except OSError as error:
-            raise ConfigError(f"{self.path}: no run of `lawa train` ({error.strerror}).") from None
+            raise ConfigError(
+                f"{self.path}: contains no run of `lawa train` ({error.strerror})."
+            ) from None
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"{self.config}: not a configuration of this version's `lawa train` ({error})."
+                f"{self.config}: not a configuration of this version of `lawa train` ({error})."
             ) from None
 
     def require_same(self, plan: RunPlan) -> None:
-        """Refuse to go on with a run that was asked to do something else."""
+        """Refuse to continue a run that has a different plan."""
         before, now = (_flat(p.as_dict()) for p in (self.read_plan(), plan))
         differing = [
             f"{name} was {before.get(name)} and is {now.get(name)}"
@@ -128,8 +167,8 @@ class RunFolder:
         ]
         if differing:
             raise ConfigError(
-                f"{self.path} holds another run: {'; '.join(differing)}. Resume with the same "
-                "options, or choose another folder."
+                f"{self.path} contains a different run: {'; '.join(differing)}. Resume with "
+                "the same options, or choose another folder."
             )
 
     def save(self, state: Mapping[str, Any]) -> None:
@@ -138,7 +177,7 @@ class RunFolder:
             torch.save({"format": _FORMAT, **state}, file)
 
     def load(self) -> dict[str, Any] | None:
-        """The checkpoint, None where there is none yet."""
+        """The checkpoint, or None if there is none yet."""
         if not self.checkpoint.exists():
             return None
         try:
@@ -146,14 +185,21 @@ class RunFolder:
             known = state["format"] == _FORMAT
         except Exception as error:
             raise StateError(
-                f"{self.checkpoint} cannot be read ({error}). Remove it to begin anew."
+                f"{self.checkpoint} cannot be read ({error}). Remove it to start over."
             ) from None
         if not known:
-            raise StateError(f"{self.checkpoint} is of another version of torch-lawa.")
+            raise StateError(
+                f"{self.checkpoint} was written by another version of torch-lawa. Remove it to "
+                "start over."
+            )
         return dict(state)
 
-    def cut_metrics(self, step: int) -> None:
-        """Drop rows later than `step`: the resumed run writes them again."""
+    def cut(self, step: int) -> None:
+        """Drop rows and snapshots after `step`, which the resumed run writes again."""
+        self._cut_metrics(step)
+        self._cut_trajectory(step)
+
+    def _cut_metrics(self, step: int) -> None:
         if not self.metrics.exists():
             return
         rows = [row for row in read_metrics(self.metrics) if row.get("step", 0) <= step]
@@ -161,14 +207,13 @@ class RunFolder:
             file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
 
     def save_snapshot(self, tensors: Mapping[str, Tensor], step: int, epoch: float) -> None:
-        """Add a checkpoint to the trajectory, for `lawa sweep` and its kin."""
+        """Add a snapshot to the trajectory, for `lawa sweep` and `lawa average`."""
         self.trajectory.mkdir(exist_ok=True)
         notes = {"step": str(step), "epoch": f"{epoch:g}"}
         at = f"-epoch-{epoch:g}" if epoch == int(epoch) else ""
         save_tensors(self.trajectory / f"step-{step:08d}{at}.safetensors", tensors, notes)
 
-    def cut_trajectory(self, step: int) -> None:
-        """Drop snapshots later than `step`: the resumed run takes them again."""
+    def _cut_trajectory(self, step: int) -> None:
         for path in self.trajectory.glob("step-*.safetensors"):
             if int(path.stem.split("-")[1]) > step:
                 path.unlink()
@@ -193,7 +238,7 @@ def _versions() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this package runs from, where it does."""
+    """The commit, if this package runs from a git checkout."""
     checkout = Path(__file__).resolve().parents[3]
     if not (checkout / ".git").exists():
         return os.environ.get("LAWA_COMMIT")

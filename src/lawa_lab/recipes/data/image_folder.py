@@ -1,4 +1,4 @@
-"""A tree of image files, `train/<class>/…` and `val/<class>/…`: found, decoded, or streamed."""
+"""Folders of image files, `train/<class>/…` and `val/<class>/…`: found, decoded, or streamed."""
 
 import os
 import random
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lawa_lab.recipes.data.decoding import (
+from lawa_lab.recipes.data.image_transforms import (
     centre,
     random_view,
     read_image,
@@ -26,17 +26,17 @@ __all__ = ["EvaluationImages", "FoundImages", "TrainingImages", "decode_all", "f
 
 _SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
 _HOW = (
-    "Expected are train/<class>/*.JPEG and val/<class>/*.JPEG. For ImageNet, get the ILSVRC2012 "
+    "Expected: train/<class>/*.JPEG and val/<class>/*.JPEG. For ImageNet, get the ILSVRC2012 "
     "train and val archives from https://image-net.org, unpack each class of train into a folder "
-    "named as its archive (n01440764, ...), sort val into the same class folders, and name the "
-    "folder that holds train and val with --data, or call it data/imagenet, which is looked into "
-    "without it."
+    "named like its archive (n01440764, ...), sort val into the same class folders, and pass the "
+    "folder that contains train and val with --data, or call it data/imagenet, which is the "
+    "default."
 )
 
 
 @dataclass(frozen=True)
 class FoundImages:
-    """Files and labels of both splits; a label is the place of a class among the sorted names."""
+    """Files and labels of both splits; a label is the index of a class in the sorted names."""
 
     class_names: list[str]
     train_paths: list[str]
@@ -46,46 +46,46 @@ class FoundImages:
 
 
 def find_images(folder: Path) -> FoundImages:
-    """The images in `train` and `val` of a folder, or of `imagenet` in it, in a fixed order."""
+    """The images in `train` and `val` of a folder or its subfolder `imagenet`, in a fixed order."""
     root = folder
     if not (folder / "train").is_dir() and (folder / "imagenet" / "train").is_dir():
         root = folder / "imagenet"
     for split in ("train", "val"):
         if not (root / split).is_dir():
-            raise DataError(f"{root / split}: there is no such folder of images. {_HOW}")
+            raise DataError(f"{root / split}: no such folder. {_HOW}")
     names = _class_names(root / "train")
     found = [_find(root / "train", names)]
     for name, num in zip(names, np.bincount(found[0][1], minlength=len(names)), strict=True):
         if not num:
             raise DataError(
-                f"{root / 'train' / name}: holds no images ({', '.join(_SUFFIXES)}). Remove the "
-                "folder, or fill it."
+                f"{root / 'train' / name}: contains no images ({', '.join(_SUFFIXES)}). Remove "
+                "the folder, or add images."
             )
     unknown = sorted(set(_class_names(root / "val")) - set(names))
     if unknown:
         raise DataError(
-            f"{root / 'val' / unknown[0]}: train has no such class ({len(unknown)} like it). Sort "
-            f"the images of val into folders named as those of train. {_HOW}"
+            f"{root / 'val' / unknown[0]}: train has no such class ({len(unknown)} such folders). "
+            f"Sort the images of val into folders named like those of train. {_HOW}"
         )
     found.append(_find(root / "val", names))
     if not found[1][0]:
-        raise DataError(f"{root / 'val'}: holds no images in class folders. {_HOW}")
+        raise DataError(f"{root / 'val'}: contains no images in class folders. {_HOW}")
     return FoundImages(names, *found[0], *found[1])
 
 
 def _class_names(split: Path) -> list[str]:
-    """Folders of a split that may be classes."""
+    """The class folders of a split."""
     with os.scandir(split) as entries:
         listed = [entry for entry in entries if not entry.name.startswith(".")]
     names = sorted(entry.name for entry in listed if entry.is_dir())
     loose = sorted(entry.name for entry in listed if entry.name.lower().endswith(_SUFFIXES))
     if loose:
         raise DataError(
-            f"{split / loose[0]}: lies in no class folder, as {len(loose)} of the images in "
-            f"{split} do. {_HOW}"
+            f"{split / loose[0]}: not in a class folder; {len(loose)} images in {split} are "
+            f"not. {_HOW}"
         )
     if not names:
-        raise DataError(f"{split}: holds no class folders. {_HOW}")
+        raise DataError(f"{split}: contains no class folders. {_HOW}")
     return names
 
 
@@ -106,7 +106,7 @@ def _find(split: Path, names: Sequence[str]) -> tuple[list[str], list[int]]:
 
 
 def decode_all(paths: Sequence[str], size: int, num_threads: int) -> Tensor:
-    """All images as bytes (number, 3, size, size): shorter side brought to size, middle cut out."""
+    """All images as bytes (number, 3, size, size): shorter side resized to size, centre crop."""
     require_pillow()
     images = np.empty((len(paths), 3, size, size), np.uint8)
 
@@ -124,7 +124,7 @@ def decode_all(paths: Sequence[str], size: int, num_threads: int) -> Tensor:
 
 
 class _Files(Dataset[Tensor]):
-    """Paths as one array: a list of a million would be copied into every worker, bit by bit."""
+    """Paths as one array: forked workers would gradually copy a list of a million strings."""
 
     def __init__(self, paths: Sequence[str], size: int) -> None:
         require_pillow()
@@ -139,9 +139,9 @@ class _Files(Dataset[Tensor]):
 
 
 class TrainingImages(_Files):
-    """Random views; what example i looks like in epoch e follows from (seed, e, i) alone.
+    """Random crops; that of example i in epoch e depends only on (seed, e, i).
 
-    Asked for by the pair of epoch and index, so that workers need not be told of an epoch.
+    Indexed by pairs of epoch and index, so that workers need no other message about the epoch.
     """
 
     def __init__(self, paths: Sequence[str], size: int, *, seed: int) -> None:
@@ -149,16 +149,16 @@ class TrainingImages(_Files):
         self._seed = seed
 
     def __getitem__(self, key: tuple[int, int]) -> Tensor:
-        """The view of image `index` in an epoch."""
+        """The crop of image `index` in an epoch."""
         epoch, index = key
         rng = random.Random(mixed_seed(self._seed, epoch, index))
         return to_bytes(random_view(read_image(self._path(index)), self._size, rng))
 
 
 class EvaluationImages(_Files):
-    """The middle of each image, 224 of 256 pixels along the shorter side."""
+    """Centre crops: 224 of 256 pixels of the shorter side."""
 
     def __getitem__(self, index: int) -> Tensor:
-        """The middle of image `index`."""
+        """The centre crop of image `index`."""
         shorter = self._size * 256 // 224
         return to_bytes(centre(read_image(self._path(index)), self._size, shorter))

@@ -1,7 +1,7 @@
-"""Images in memory: what they are, how a batch of them is augmented and normalised.
+"""Image data sets in memory, and the augmentation and normalisation of a batch.
 
-They stay bytes until they are a batch: 50,000 images of 32x32 pixels are 150 MB, so the whole set
-lies on the device and no loader has to keep up with it.
+Images stay bytes until they form a batch: 50,000 images of 32x32 pixels are 150 MB, so the whole
+set fits on the device and no data loader is needed.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ ImagesAndLabels = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Images:
-    """A set with its split: images as bytes (number, 3, height, width), labels from 0 on."""
+    """A data set and its split: images as bytes (number, 3, height, width), labels from 0."""
 
     train_images: Tensor
     train_labels: Tensor
@@ -41,27 +41,27 @@ class Images:
             images, labels = getattr(self, f"{split}_images"), getattr(self, f"{split}_labels")
             if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
                 raise DataError(
-                    f"{split} images: {images.dtype} {tuple(images.shape)}, where bytes "
-                    "(number, 3, height, width) were expected"
+                    f"{split} images: {images.dtype} {tuple(images.shape)} instead of "
+                    "torch.uint8 (number, 3, height, width)"
                 )
             if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
                 raise DataError(
-                    f"{split} labels: {labels.dtype} {tuple(labels.shape)}, where one int64 for "
-                    f"each of {len(images)} images was expected"
+                    f"{split} labels: {labels.dtype} {tuple(labels.shape)} instead of one "
+                    f"torch.int64 for each of {len(images)} images"
                 )
             if not len(images):
-                raise DataError(f"{split} images: there are none")
+                raise DataError(f"{split} images: the split is empty")
             low, high = int(labels.min()), int(labels.max())
             if low < 0 or high >= self.num_classes:
                 raise DataError(
-                    f"{split} labels: from {low} to {high}, with {self.num_classes} classes"
+                    f"{split} labels: from {low} to {high} with {self.num_classes} classes"
                 )
 
 
 def augment(images: Tensor, padding: int, generator: torch.Generator) -> Tensor:
-    """Shift each image by up to `padding` pixels, black coming in, and flip half of them.
+    """Random crops of images padded with `padding` black pixels, and random horizontal flips.
 
-    The generator is one of the images' device. Sizes stay; the result is channels-last.
+    The generator must be on the images' device. Sizes are kept; the result is channels-last.
 
     >>> images = torch.arange(3 * 4 * 4, dtype=torch.uint8).reshape(1, 3, 4, 4).repeat(2, 1, 1, 1)
     >>> augment(images, 1, torch.Generator().manual_seed(1))[:, 0, 0]
@@ -77,18 +77,18 @@ def augment(images: Tensor, padding: int, generator: torch.Generator) -> Tensor:
     columns = right[:, None] + torch.where(flipped, width - 1 - columns, columns)
     padded = F.pad(images, [padding] * 4).permute(0, 2, 3, 1)
     each = torch.arange(num, device=device)[:, None, None]
-    # One gather for crop and flip; as (number, height, width, 3) it is channels-last already.
+    # One gather for crop and flip; (number, height, width, 3) is channels-last already.
     return padded[each, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
 def channel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each channel of images in bytes, exact before the last rounding.
+    """Mean and standard deviation of each channel of byte images, rounded once.
 
     >>> channel_statistics(torch.tensor([0, 0, 4, 2, 8, 2], dtype=torch.uint8).view(2, 3, 1, 1))
     (tensor([1., 4., 3.]), tensor([1., 4., 1.]))
     """
     counts = torch.zeros(3, 256, dtype=torch.int64, device=images.device)
-    for some in torch.split(images, 4096):  # a piece, not a whole channel, is laid out anew
+    for some in torch.split(images, 4096):  # bounds the memory of the copies
         for channel in range(3):
             counts[channel] += torch.bincount(some[:, channel].reshape(-1), minlength=256)
     shares = counts.double() / counts.sum(1, keepdim=True)
@@ -96,12 +96,12 @@ def channel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
     mean = shares @ values
     variance = (shares * (values - mean[:, None]) ** 2).sum(1)
     deviation = variance.sqrt()
-    # A channel of one value only has nothing to be divided by.
+    # A constant channel has no deviation to divide by.
     return mean.float(), torch.where(deviation > 0, deviation, 1.0).float()
 
 
 def normalize(images: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
-    """Bytes to float32 (value - mean) / deviation, by channel and in bytes' units; channels-last.
+    """Bytes to float32 (value - mean) / deviation per channel, in units of bytes; channels-last.
 
     >>> images = torch.tensor([1, 2, 3], dtype=torch.uint8).view(1, 3, 1, 1)
     >>> normalize(images, torch.tensor([1.0, 1.0, 1.0]), torch.tensor([1.0, 2.0, 4.0])).flatten()
@@ -112,9 +112,9 @@ def normalize(images: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
 
 
 class NormalizedBatches(Sequence[ImagesAndLabels]):
-    """Batches kept as bytes, a quarter of their size, and normalised each time they are read.
+    """Batches stored as bytes (a quarter of the memory), normalised whenever they are read.
 
-    They may lie in host memory; what is read is on the device of the mean.
+    They may be in host memory; what is read is on the device of the mean.
     """
 
     def __init__(self, batches: Sequence[ImagesAndLabels], mean: Tensor, deviation: Tensor) -> None:
@@ -124,7 +124,7 @@ class NormalizedBatches(Sequence[ImagesAndLabels]):
         return len(self._batches)
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        """One batch, or those of a slice."""
+        """One batch, or the batches of a slice."""
         if isinstance(index, slice):
             return NormalizedBatches(self._batches[index], self._mean, self._deviation)
         images, labels = (tensor.to(self._mean.device) for tensor in self._batches[index])
@@ -134,7 +134,7 @@ class NormalizedBatches(Sequence[ImagesAndLabels]):
 def smoke_images(
     num_classes: int, size: int, num_train: int, num_test: int, *, seed: int
 ) -> Images:
-    """Made-up images that can be learnt: a coarse pattern for each class, under noise.
+    """Synthetic images that can be learnt: a coarse pattern for each class, plus noise.
 
     >>> smoke_images(10, 32, 160, 64, seed=0).train_images.shape
     torch.Size([160, 3, 32, 32])

@@ -14,8 +14,8 @@ _MOST_ON_DEVICE = 4 * 2**30  # bytes
 class Sequences:
     """A stream of ids in rows: `<s>`, then `length` - 2 of its tokens, then `</s>`.
 
-    The tail that fills no row is dropped. The ids lie on the device where they fit, two bytes
-    each where the vocabulary allows; on the host they stay mapped from their file.
+    The incomplete last row is dropped. The ids are stored on the device if they fit, in two bytes
+    each if the vocabulary allows; on the host they stay memory-mapped.
 
     >>> rows = Sequences(np.arange(10, 17, dtype=np.uint16), 5, torch.device("cpu"))
     >>> rows[torch.tensor([1, 0])]
@@ -27,7 +27,7 @@ class Sequences:
         body = length - 2
         num_rows = len(ids) // body
         rows = ids[: num_rows * body].reshape(num_rows, body)
-        # PyTorch can do little with unsigned 16-bit integers, so they travel as signed ones.
+        # PyTorch supports few operations on uint16, so the ids are viewed as int16.
         self._mask = 0xFFFF if ids.dtype == np.uint16 else -1
         tensor = torch.from_numpy(rows.view(np.int16) if ids.dtype == np.uint16 else rows)
         self._rows = tensor.to(device) if rows.nbytes <= _MOST_ON_DEVICE else tensor
@@ -35,14 +35,14 @@ class Sequences:
 
     @property
     def home(self) -> torch.device:
-        """Where the ids lie: the device, or the host."""
+        """The device that stores the ids."""
         return self._rows.device
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, chosen: Tensor) -> Tensor:
-        """The rows of these numbers, int64, on the device."""
+        """The rows with these indices, int64, on the device."""
         rows = self._rows[chosen.to(self._rows.device)].to(self._device)
         out = torch.empty(len(rows), rows.shape[1] + 2, dtype=torch.int64, device=self._device)
         out[:, 0], out[:, -1] = BOS, EOS

@@ -1,4 +1,4 @@
-"""Text of a language recipe: where its files lie, whether they can be read, and a made-up one."""
+"""Text of a language recipe: finding its files, checking them, and a synthetic text."""
 
 import codecs
 import hashlib
@@ -12,14 +12,14 @@ __all__ = ["check_text", "find_text", "read_text", "smoke_text"]
 
 _FOLDERS = (".", "wikitext-103", "wikitext-103-raw", "wikipedia")
 _NAMES = ("wiki.{}.tokens", "wiki.{}.raw", "wiki.{}.txt", "{}.txt")
-_PIECE = 2**20  # bytes; a line that is longer is read in several pieces
+_PIECE = 2**20  # bytes; longer lines are read in pieces
 
 
 def find_text(folder: Path, splits: Sequence[str] = ("train", "valid")) -> dict[str, Path]:
-    """The files of the splits, all of one kind and in one folder: here or in a usual sub-folder.
+    """The files of the splits, all of one kind and in one folder: this one or a usual subfolder.
 
     Kinds are `wiki.train.tokens` (WikiText-103 as published), `wiki.train.raw`, `wiki.train.txt`
-    and `train.txt`; the first that is complete is taken.
+    and `train.txt`; the first complete kind is used.
     """
     incomplete = ""
     for parent in (folder / name for name in _FOLDERS):
@@ -30,21 +30,22 @@ def find_text(folder: Path, splits: Sequence[str] = ("train", "valid")) -> dict[
                 return files
             if len(missing) < len(files) and not incomplete:
                 there = next(path for path in files.values() if path not in missing)
-                incomplete = f" {there} is there, but {missing[0]} is not."
+                incomplete = f" {there} exists, but {missing[0]} does not."
     wanted = " and ".join(f"wiki.{split}.tokens" for split in splits)
     raise DataError(
-        f"{folder}: no WikiText-103 here ({wanted}; .raw and .txt will do).{incomplete} Download "
-        "the data set of Merity et al. (2016), wikitext-103-raw-v1.zip or wikitext-103-v1.zip, or "
-        "save the splits of Salesforce/wikitext (wikitext-103-raw-v1) from the Hugging Face Hub as "
-        "wiki.train.txt and wiki.valid.txt. Put the files into this folder or its sub-folder "
-        "wikitext-103, or name theirs with --data. Any other UTF-8 text of that name will do, too."
+        f"{folder}: contains no WikiText-103 ({wanted}; .raw and .txt work too).{incomplete} "
+        "Download the data set of Merity et al. (2016), wikitext-103-raw-v1.zip or "
+        "wikitext-103-v1.zip, or save the splits of Salesforce/wikitext (wikitext-103-raw-v1) from "
+        "the Hugging Face Hub as wiki.train.txt and wiki.valid.txt. Put the files into this folder "
+        "or its subfolder wikitext-103, or pass their folder with --data. Any other UTF-8 text of "
+        "that name works."
     )
 
 
 def check_text(path: Path) -> str:
-    """The SHA-256 of a text file that is not empty and is UTF-8 throughout; refused if it is not.
+    """The SHA-256 of a text file; refuses an empty file and one that is not UTF-8.
 
-    A content digest rather than a time: it is the same on another machine.
+    A digest of the content instead of a time stamp: it is the same on another machine.
     """
     digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
     num_read = 0
@@ -52,14 +53,14 @@ def check_text(path: Path) -> str:
         with path.open("rb") as file:
             while True:
                 piece = file.read(_PIECE)
-                num_held = len(decoder.getstate()[0])  # the first bytes of a character cut in two
+                num_held = len(decoder.getstate()[0])  # the first bytes of a split character
                 try:
                     decoder.decode(piece, final=not piece)
                 except UnicodeDecodeError as error:
                     offset = num_read - num_held + error.start
                     raise DataError(
                         f"{path}: not UTF-8 at byte {offset:,} ({error.reason}). Convert the text "
-                        "to UTF-8, or fetch the file again."
+                        "to UTF-8, or download the file again."
                     ) from None
                 if not piece:
                     break
@@ -68,12 +69,12 @@ def check_text(path: Path) -> str:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error}).") from error
     if num_read == 0:
-        raise DataError(f"{path}: empty at byte 0, where text should begin. Fetch the file again.")
+        raise DataError(f"{path}: is empty. Download the file again.")
     return digest.hexdigest()
 
 
 def read_text(path: Path) -> Iterator[str]:
-    """The lines of a file with their newlines; endless lines come in pieces."""
+    """The lines of a file with their newlines; very long lines in pieces."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with path.open("rb") as file:
         while piece := file.readline(_PIECE):
@@ -82,12 +83,12 @@ def read_text(path: Path) -> Iterator[str]:
 
 
 def smoke_text(num_sentences: int = 400, *, seed: int = 0) -> str:
-    """Made-up text with something to learn: each word of 200 has four that may follow it.
+    """Synthetic text with something to learn: each of 200 words has four possible successors.
 
     >>> smoke_text(2) == smoke_text(2), smoke_text(2).count(".")
     (True, 2)
     """
-    grammar = random.Random(0)  # the same language whatever is said in it
+    grammar = random.Random(0)  # the same language for every seed
     syllables = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
     words = sorted({"".join(grammar.choices(syllables, k=2)) for _ in range(230)})[:200]
     followers = {word: grammar.sample(words, 4) for word in words}

@@ -1,8 +1,8 @@
-"""Text as token ids: a byte-level BPE trained on the training text, made once and kept.
+"""Text as token ids: a byte-level BPE trained on the training text, and a cache of the ids.
 
-`<cache>/<digest>/` holds `tokenizer.json` and the ids of each split as `{split}.npy`. The digest
-is of the texts' contents, the vocabulary's size and the format, so a folder that was made on one
-machine is found on another. A folder appears whole, by a rename, or not at all.
+`<cache>/<digest>/` contains `tokenizer.json` and the ids of each split as `{split}.npy`. The digest
+covers the contents of the texts, the vocabulary size and the format, so a cache made on one machine
+is valid on another. A folder appears complete, by a rename, or not at all.
 """
 
 import contextlib
@@ -33,31 +33,31 @@ if TYPE_CHECKING:
 
 __all__ = ["BOS", "EOS", "MASK", "SPECIAL_TOKENS", "TokenIds", "Tokens", "encode", "load_tokens"]
 
-# RoBERTa's, in its order; ids below len(SPECIAL_TOKENS) are no ordinary tokens.
+# RoBERTa's, in its order; ids below len(SPECIAL_TOKENS) are special tokens.
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 BOS, EOS, MASK = (SPECIAL_TOKENS.index(token) for token in ("<s>", "</s>", "<mask>"))
-_SMALLEST = len(SPECIAL_TOKENS) + 256  # and every byte
-_FORMAT = 1  # raise it when the same text would give other ids
-_BATCH = 2**22  # characters encoded at a time: the library's results take some 50 times as much
+_SMALLEST = len(SPECIAL_TOKENS) + 256  # one token per byte
+_FORMAT = 1  # increment it when the same text would give different ids
+_BATCH = 2**22  # characters per batch: the library's results take about 50 times the memory
 
 TokenIds: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The ids of each split, mapped into memory, and how many tokens there are."""
+    """The memory-mapped ids of each split, and the vocabulary size."""
 
     ids: Mapping[str, TokenIds]
     vocabulary: int
-    """May be less than was asked for: a short text has few pairs to merge."""
+    """May be smaller than requested: a short text has few pairs to merge."""
     folder: Path
 
 
 def load_tokens(files: Mapping[str, Path], vocabulary: int, *, cache: Path | None = None) -> Tokens:
-    """The ids of every file, with a vocabulary made of `files["train"]`; from the cache if there.
+    """The ids of every file, with a vocabulary trained on `files["train"]`; cached.
 
-    The cache is `.lawa-cache` beside the training text or, where that cannot be written, the
-    user's cache folder. Processes that want the same tokens wait for the one that makes them.
+    The cache is `.lawa-cache` beside the training text or, if that is not writable, the user's
+    cache folder. Processes that need the same tokens wait for the one that makes them.
     """
     if vocabulary < _SMALLEST:
         raise ConfigError(
@@ -70,25 +70,25 @@ def load_tokens(files: Mapping[str, Path], vocabulary: int, *, cache: Path | Non
         "files": {split: check_text(path) for split, path in files.items()},
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    places = [cache] if cache else [files["train"].parent / ".lawa-cache", _user_cache()]
-    for place in places:
-        if found := _read(place / digest, files, vocabulary):
+    caches = [cache] if cache else [files["train"].parent / ".lawa-cache", _user_cache()]
+    for root in caches:
+        if found := _read(root / digest, files, vocabulary):
             return found
     refused = []
-    for place in places:
+    for root in caches:
         with contextlib.ExitStack() as held:
             try:
-                held.enter_context(_only_one(place))
+                held.enter_context(_only_one(root))
             except OSError as error:
-                refused.append(f"{place} ({error.strerror})")
+                refused.append(f"{root} ({error.strerror})")
                 continue
-            folder = place / digest
+            folder = root / digest
             if found := _read(folder, files, vocabulary):  # another process was faster
                 return found
-            if sys.stderr.isatty():  # a line rather than a bar: the loop may be showing its own
+            if sys.stderr.isatty():  # a line, because the caller may show a progress bar
                 print(
-                    f"Making a vocabulary of {vocabulary:,} tokens from {files['train']} and "
-                    f"keeping the ids in {folder}; 100 MB take about a minute.",
+                    f"Training a vocabulary of {vocabulary:,} tokens on {files['train']} and "
+                    f"caching the ids in {folder}; 100 MB take about a minute.",
                     file=sys.stderr,
                 )
             _make(folder, files, vocabulary)
@@ -96,14 +96,14 @@ def load_tokens(files: Mapping[str, Path], vocabulary: int, *, cache: Path | Non
             assert found is not None
             return found
     raise OutputError(
-        f"token ids cannot be kept in {' or '.join(refused)}. Make one of them writable, or name "
-        "another folder with the environment variable XDG_CACHE_HOME."
+        f"token ids cannot be cached in {' or '.join(refused)}. Make one of them writable, or set "
+        "the environment variable XDG_CACHE_HOME to another folder."
     )
 
 
 def encode(tokenizer: "Tokenizer", pieces: Iterable[str]) -> TokenIds:
-    """The ids of a text, its pieces one after the other."""
-    # "<mask>" in a text is text: no reader can slip a special token in.
+    """The ids of a text given in pieces."""
+    # "<mask>" in a text is encoded as text, not as the special token.
     tokenizer.encode_special_tokens = True
     dtype = _dtype(tokenizer.get_vocab_size())
     parts = [np.empty(0, dtype)]
@@ -144,8 +144,8 @@ def _make(folder: Path, files: Mapping[str, Path], vocabulary: int) -> None:
         publish(temporary, folder)
     except OSError as error:
         raise OutputError(
-            f"{folder}: token ids cannot be written ({error}). Free some space, or make the text "
-            "lie elsewhere."
+            f"{folder}: token ids cannot be written ({error}). Free some space, or move the "
+            "text elsewhere."
         ) from error
     finally:
         with contextlib.suppress(OSError):
@@ -169,26 +169,26 @@ def _train(pieces: Iterator[str], vocabulary: int) -> "Tokenizer":
 
 
 def _read(folder: Path, files: Mapping[str, Path], vocabulary: int) -> Tokens | None:
-    """What a folder holds; None where it is not there or is damaged, and must be made."""
+    """The contents of a cache folder; None if it is missing or damaged."""
     if not folder.is_dir():
         return None
     library = _tokenizers()
     try:
         text = (folder / "tokenizer.json").read_text(encoding="utf-8")
         size = library.Tokenizer.from_str(text).get_vocab_size()
-        # Copy on write, because PyTorch warns of arrays that cannot be written.
+        # Copy on write, because PyTorch warns about read-only arrays.
         ids = {split: np.load(folder / f"{split}.npy", mmap_mode="c") for split in files}
-    except Exception:  # the library raises nothing narrower
+    except Exception:  # the library raises nothing more specific
         return None
     sound = all(array.ndim == 1 and array.dtype == _dtype(size) for array in ids.values())
     return Tokens(ids, size, folder) if sound and size <= vocabulary else None
 
 
 @contextlib.contextmanager
-def _only_one(place: Path) -> Iterator[None]:
-    """Wait until no other process makes tokens here. The lock goes with the process that has it."""
-    place.mkdir(parents=True, exist_ok=True)
-    lock = os.open(place / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+def _only_one(root: Path) -> Iterator[None]:
+    """Wait until no other process makes tokens here; the lock ends with its process."""
+    root.mkdir(parents=True, exist_ok=True)
+    lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         with contextlib.suppress(ImportError):
             import fcntl
@@ -209,7 +209,7 @@ def _tokenizers() -> Any:
         import tokenizers
     except ImportError as error:
         raise LawaError(
-            f"the vocabulary is made with tokenizers, which could not be imported ({error}): "
+            f"the vocabulary is trained with tokenizers, which could not be imported ({error}): "
             "pip install 'torch-lawa[roberta]'"
         ) from None
     return tokenizers

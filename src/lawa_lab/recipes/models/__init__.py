@@ -1,1 +1,1 @@
-"""Models that the recipes train, written out in plain PyTorch."""
+"""Models of the recipes, in plain PyTorch."""

@@ -1,4 +1,4 @@
-"""ResNets written out (He et al., 2016): the CPU build of PyTorch has no torchvision.
+"""ResNets (He et al., 2016), because the CPU build of PyTorch has no torchvision.
 
 `stem="image"` is the 7x7 stem with max-pooling for 224-pixel images, `stem="small"` the 3x3 stem
 without it for 32-pixel ones. `width` is the number of channels of the first stage; 64 gives the

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from support.training import StopAt, rows_of, run, smoke_plan
 from torch import Tensor, nn
 
-from lawa_lab.recipes.configs import RECIPES
 from lawa_lab.recipes.loop import make_task, train
 from lawa_lab.recipes.optimizers import Lookahead, build_optimizer, learning_rate
+from lawa_lab.recipes.registry import RECIPES
 from lawa_lab.recipes.replay import RunEvaluator
 from lawa_lab.recipes.run_folder import RunFolder, RunPlan
-from lawa_lab.recipes.task import Place
+from lawa_lab.recipes.task import Worker
 from lawa_lab.recipes.trainer import Trainer
 from torch_lawa.errors import ConfigError, LawaError, StateError
 from torch_lawa.metrics import read_metrics
@@ -213,7 +213,7 @@ def test_a_step_is_not_cut_in_two_by_ctrl_c(tmp_path: Path) -> None:
     plan = smoke_plan("digits")
     folder = RunFolder(tmp_path)
     folder.write_plan(plan, {})
-    outcome = train(plan, folder, Place(), watcher=StopAt(7, 7))
+    outcome = train(plan, folder, Worker(), callback=StopAt(7, 7))
     assert outcome.step == 7
 
 
@@ -251,7 +251,7 @@ class TestLookahead:
 
     def test_another_state_is_refused(self) -> None:
         optimizer = Lookahead(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1))
-        with pytest.raises(StateError, match="no state of Lookahead"):
+        with pytest.raises(StateError, match="Lookahead"):
             optimizer.load_state_dict(optimizer.inner.state_dict())
 
 
@@ -338,7 +338,7 @@ def test_gradients_repeat_strictly_where_they_can(
         return call
 
     plan = smoke_plan(recipe)
-    task = type(make_task(plan, Place()))
+    task = type(make_task(plan, Worker()))
     monkeypatch.setattr(task, "loss", recorded("loss", task.loss))
     monkeypatch.setattr(Tensor, "backward", recorded("gradient", Tensor.backward))
     run(plan, tmp_path, stop_at=2)

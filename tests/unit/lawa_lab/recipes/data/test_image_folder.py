@@ -9,13 +9,13 @@ import pytest
 import torch
 from PIL import Image
 
-from lawa_lab.recipes.data.decoding import random_view
 from lawa_lab.recipes.data.image_folder import (
     EvaluationImages,
     TrainingImages,
     decode_all,
     find_images,
 )
+from lawa_lab.recipes.data.image_transforms import random_view
 from lawa_lab.recipes.task import mixed_seed
 from torch_lawa.errors import DataError, LawaError
 

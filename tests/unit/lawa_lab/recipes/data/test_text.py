@@ -1,4 +1,4 @@
-"""Text files are found in the layouts people have, and refused with the place of the damage."""
+"""Text files are found in the layouts people have, and refused with the position of the damage."""
 
 import hashlib
 import itertools

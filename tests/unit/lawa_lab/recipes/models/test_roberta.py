@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import RobertaForMaskedLM, masking_utils
 
-from lawa_lab.recipes.masking import IGNORED, mask_tokens
 from lawa_lab.recipes.models.roberta import SparseRobertaForMaskedLM, roberta
 from lawa_lab.recipes.task import seeded
+from lawa_lab.recipes.tasks.masking import IGNORED, mask_tokens
 from torch_lawa.averager import LatestWeightAverager
 
 

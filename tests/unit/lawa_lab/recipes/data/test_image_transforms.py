@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from lawa_lab.recipes.data.decoding import (
+from lawa_lab.recipes.data.image_transforms import (
     centre,
     random_box,
     random_view,
@@ -155,9 +155,9 @@ def test_boxes_have_the_sizes_and_shapes_that_were_asked_for() -> None:
     assert 0.28 < ratios.max() < 0.289
     lefts = np.array([left / (1000 - w) for left, _, w, _ in boxes if w < 990])
     tops = np.array([top / (1000 - h) for _, top, _, h in boxes if h < 990])
-    for place in (lefts, tops):
-        assert place.mean() == pytest.approx(0.5, abs=0.02)
-        assert place.std() == pytest.approx(12**-0.5, abs=0.02)
+    for side in (lefts, tops):
+        assert side.mean() == pytest.approx(0.5, abs=0.02)
+        assert side.std() == pytest.approx(12**-0.5, abs=0.02)
 
 
 def test_a_very_long_image_gives_its_middle() -> None:

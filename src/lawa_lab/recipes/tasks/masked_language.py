@@ -1,9 +1,9 @@
 """Section 3.2 of the paper: RoBERTa-Base, masked-language modelling on WikiText-103.
 
-The model is transformers' RoBERTa, the vocabulary a byte-level BPE made of the training text, and
-the text one long stream cut into sequences wherever they are full. The paper follows fairseq's
-recipe, which takes GPT-2's vocabulary and cuts at the ends of lines: its losses are per token of
-another vocabulary, so they compare with ours in their course and not in their height.
+The model is transformers' RoBERTa, the vocabulary a byte-level BPE trained on the training text.
+The text is one stream cut into sequences of full length. The paper follows fairseq's recipe, which
+uses GPT-2's vocabulary and breaks sequences at line ends: its losses are per token of a different
+vocabulary, so their shape is comparable with ours but not their level.
 """
 
 import tempfile
@@ -13,39 +13,41 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lawa_lab.recipes.configs import WikiTextConfig
+from lawa_lab.recipes.catalog.wikitext import WikiTextConfig
 from lawa_lab.recipes.data.sequences import Sequences
 from lawa_lab.recipes.data.text import find_text, smoke_text
 from lawa_lab.recipes.data.tokens import Tokens, load_tokens
-from lawa_lab.recipes.masking import IGNORED, mask_tokens, num_masked
-from lawa_lab.recipes.task import Batch, Place, seeded
+from lawa_lab.recipes.task import Batch, Worker, seeded
+from lawa_lab.recipes.tasks.masking import IGNORED, mask_tokens, num_masked
 from torch_lawa.errors import DataError, LawaError
 
-__all__ = ["MaskedLanguageTask", "make_task"]
+__all__ = ["MaskedLanguageTask", "load_task_tokens"]
 
-_EVALUATION_SEED = 2**31  # beyond what runs are seeded with
+_EVALUATION_SEED = 2**31  # no run uses it
 
 
 class MaskedLanguageTask:
-    """Batches are what the model sees of each sequence, and the labels of the chosen tokens."""
+    """Batches are masked token ids and the labels of the tokens to predict."""
 
-    strict = True  # fused attention repeats its bits only then
+    strict = True  # fused attention is deterministic only then
     evaluated_at_once = 2**15  # tokens
 
-    def __init__(self, config: WikiTextConfig, tokens: Tokens, *, seed: int, place: Place) -> None:
-        self._config, self._seed, self._place = config, seed, place
+    def __init__(
+        self, config: WikiTextConfig, tokens: Tokens, *, seed: int, worker: Worker
+    ) -> None:
+        self._config, self._seed, self._worker = config, seed, worker
         self._vocabulary = tokens.vocabulary
         self._num_chosen = num_masked(config.sequence_length, config.mask_fraction)
         self._train, self._valid = (
-            Sequences(tokens.ids[split], config.sequence_length, place.device)
+            Sequences(tokens.ids[split], config.sequence_length, worker.device)
             for split in ("train", "valid")
         )
         self.num_batches = len(self._train) // config.batch_size
         if not self.num_batches or not len(self._valid):
             raise DataError(
                 f"the text gives {len(self._train):,} sequences of {config.sequence_length} tokens "
-                f"to train on and {len(self._valid):,} held out, where a step takes "
-                f"{config.batch_size:,}: take more text, or a smaller batch_size or "
+                f"for training and {len(self._valid):,} for validation, but one step needs "
+                f"{config.batch_size:,}: use more text, or a smaller batch_size or "
                 "sequence_length."
             )
 
@@ -55,7 +57,7 @@ class MaskedLanguageTask:
             from lawa_lab.recipes.models.roberta import roberta
         except ImportError as error:
             raise LawaError(
-                f"the model is that of transformers, which could not be imported ({error}): "
+                f"the model comes from transformers, which could not be imported ({error}): "
                 "pip install 'torch-lawa[roberta]'"
             ) from None
         config = self._config
@@ -69,67 +71,62 @@ class MaskedLanguageTask:
         )
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
-        """The sequences in random order, masked anew each time; a last part batch is dropped."""
-        size, place = self._config.batch_size, self._place
+        """The sequences in random order, with new masks; the last partial batch is dropped."""
+        size, worker = self._config.batch_size, self._worker
         generator = seeded(torch.device("cpu"), self._seed, epoch)
-        # Where the rows are, once for all steps: a copy in each would wait for the one before.
+        # Moved to the device of the rows once: a copy per step would wait for the step before.
         order = torch.randperm(len(self._train), generator=generator).to(self._train.home)
         for number in range(first, self.num_batches):
-            rows = order[number * size : (number + 1) * size][place.share(size)]
+            rows = order[number * size : (number + 1) * size][worker.share(size)]
             step = epoch * self.num_batches + number
             yield self._masked(
-                self._train[rows], seeded(place.device, self._seed, step, place.rank)
+                self._train[rows], seeded(worker.device, self._seed, step, worker.rank)
             )
 
     def _masked(self, ids: Tensor, generator: torch.Generator) -> Batch:
         return mask_tokens(ids, self._num_chosen, self._vocabulary, generator)
 
     def calibration(self) -> list[Batch]:
-        """None: there is no BatchNorm."""
+        """Empty: the model has no BatchNorm."""
         return []
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The mean cross entropy of the chosen tokens."""
+        """The mean cross-entropy of the masked tokens."""
         loss: Tensor = model(*batch)
         return loss
 
     def evaluate(self, model: nn.Module) -> Mapping[str, float]:
-        """Cross entropy and accuracy of chosen tokens of all held-out text, masked once for all.
+        """Cross-entropy and accuracy of the masked tokens of all validation text.
 
-        The masking depends neither on the run's seed nor on the number of processes.
+        The masks depend neither on the run's seed nor on the number of ranks.
         """
-        place, num_rows = self._place, len(self._valid)
+        worker, num_rows = self._worker, len(self._valid)
         size = min(max(1, self.evaluated_at_once // self._config.sequence_length), num_rows)
-        num_rounds = -(-num_rows // (size * place.world_size))
-        sums = torch.zeros(3, dtype=torch.float64, device=place.device)
-        # Every process runs equally many batches, all of one size: a model that is wrapped for
-        # several processes may wait for the others in each call, and one that is compiled would
-        # be compiled again. What is too many is not counted.
-        for number in range(place.rank, num_rounds * place.world_size, place.world_size):
+        num_rounds = -(-num_rows // (size * worker.world_size))
+        sums = torch.zeros(3, dtype=torch.float64, device=worker.device)
+        # Every rank runs the same number of batches of one size: a distributed model may
+        # synchronise in every call, and a compiled one would be recompiled for another size.
+        # Padding is not counted.
+        for number in range(worker.rank, num_rounds * worker.world_size, worker.world_size):
             rows = torch.arange(number * size, (number + 1) * size)
-            generator = seeded(place.device, _EVALUATION_SEED, number)
+            generator = seeded(worker.device, _EVALUATION_SEED, number)
             inputs, labels = self._masked(self._valid[rows % num_rows], generator)
-            labels[(rows >= num_rows).to(place.device)] = IGNORED
+            labels[(rows >= num_rows).to(worker.device)] = IGNORED
             losses, hits = model(inputs, labels, per_token=True)
             sums += torch.stack((losses.double().sum(), hits.sum(), (labels != IGNORED).sum()))
-        loss, num_hits, num_chosen = self._place.total(sums.tolist())
+        loss, num_hits, num_chosen = self._worker.total(sums.tolist())
         return {"valid_loss": loss / num_chosen, "valid_accuracy": num_hits / num_chosen}
 
 
-def make_task(
-    config: WikiTextConfig, data: Path | None, *, seed: int, place: Place, smoke: bool
-) -> MaskedLanguageTask:
-    """The text below `data` (the folder `data` by default), or a made-up one for a smoke run."""
+def load_task_tokens(config: WikiTextConfig, data: Path | None, *, smoke: bool) -> Tokens:
+    """The text in `data` (default: the folder `data`), or a synthetic one for a smoke run."""
     if not smoke:
-        tokens = load_tokens(find_text(data or Path("data")), config.vocabulary)
-        return MaskedLanguageTask(config, tokens, seed=seed, place=place)
+        return load_tokens(find_text(data or Path("data")), config.vocabulary)
     with tempfile.TemporaryDirectory(prefix="lawa-smoke-") as folder:
         files = {split: Path(folder, f"{split}.txt") for split in ("train", "valid")}
         for number, path in enumerate(files.values()):
             path.write_text(smoke_text(400 if number == 0 else 60, seed=number), encoding="utf-8")
         tokens = load_tokens(files, config.vocabulary, cache=Path(folder, "cache"))
-        # Out of the files, which go now.
+        # The arrays are mapped from files that are deleted now.
         kept = {split: ids.copy() for split, ids in tokens.ids.items()}
-    return MaskedLanguageTask(
-        config, Tokens(kept, tokens.vocabulary, tokens.folder), seed=seed, place=place
-    )
+    return Tokens(kept, tokens.vocabulary, tokens.folder)

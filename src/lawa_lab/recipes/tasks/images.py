@@ -1,4 +1,4 @@
-"""Classifying images that lie in memory, on the device that trains."""
+"""Image classification with the whole data set in the memory of the training device."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,22 +15,22 @@ from lawa_lab.recipes.data.images import (
     channel_statistics,
     normalize,
 )
-from lawa_lab.recipes.task import Batch, Place, seeded
+from lawa_lab.recipes.task import Batch, Worker, seeded
 from torch_lawa.errors import ConfigError
 
 __all__ = ["CALIBRATION_EPOCH", "Classification", "ImageTask", "own_part", "score"]
 
-# The epoch that calibration batches are taken from: none that a run gets to.
+# The epoch that calibration batches are drawn from: beyond the epochs of any run.
 CALIBRATION_EPOCH = 2**31
 
-# The label of an example that fills a batch up and counts for nothing.
+# The label of padding examples, which are not counted.
 NOT_COUNTED = -100
 
 
 class Classification(ABC):
-    """What tasks of images have in common: the net, its loss, how it is scored."""
+    """What image tasks share: the net, its loss, its scores."""
 
-    strict = False  # max pooling may have no repeatable algorithm
+    strict = False  # max pooling may have no deterministic algorithm
 
     def __init__(
         self,
@@ -40,21 +40,21 @@ class Classification(ABC):
         num_classes: int,
         build: Callable[[], nn.Module],
         seed: int,
-        place: Place,
+        worker: Worker,
         batch_size: int,
         batch_norm_batches: int,
         prefix: str,
     ) -> None:
-        check_batch_size(batch_size, num_train, place)
+        check_batch_size(batch_size, num_train, worker)
         self.num_batches = num_train // batch_size
-        self._build, self._seed, self._place, self._prefix = build, seed, place, prefix
+        self._build, self._seed, self._worker, self._prefix = build, seed, worker, prefix
         self._batch_size = batch_size
         self._num_calibration = min(batch_norm_batches, self.num_batches)
         self._num_classes, self._num_test = num_classes, num_test
         self._calibration: NormalizedBatches | None = None
 
     def build_model(self) -> nn.Module:
-        """A fresh net."""
+        """A new net."""
         return self._build()
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -63,22 +63,22 @@ class Classification(ABC):
         return F.cross_entropy(model(images).float(), labels)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Mean cross-entropy, accuracy, and where there are more than 5 classes that of 5 guesses.
+        """Mean cross-entropy, top-1 accuracy and, with more than 5 classes, top-5 accuracy.
 
-        The model is in evaluation mode.
+        The model must be in evaluation mode.
         """
         return score(
             model,
             self._test_batches(),
             self._num_test,
             self._num_classes,
-            place=self._place,
+            worker=self._worker,
             prefix=self._prefix,
         )
 
     @abstractmethod
     def _test_batches(self) -> Iterable[ImagesAndLabels]:
-        """This process's part of the held-out examples."""
+        """This rank's part of the held-out examples."""
 
 
 class ImageTask(Classification):
@@ -90,7 +90,7 @@ class ImageTask(Classification):
         images: Images,
         build: Callable[[], nn.Module],
         seed: int,
-        place: Place,
+        worker: Worker,
         batch_size: int,
         batch_norm_batches: int,
         padding: int,
@@ -103,23 +103,23 @@ class ImageTask(Classification):
             num_classes=images.num_classes,
             build=build,
             seed=seed,
-            place=place,
+            worker=worker,
             batch_size=batch_size,
             batch_norm_batches=batch_norm_batches,
             prefix=prefix,
         )
         self._padding, self._evaluate_batch_size = padding, evaluate_batch_size
-        self._images = images.train_images.to(place.device)
-        self._labels = images.train_labels.to(place.device)
+        self._images = images.train_images.to(worker.device)
+        self._labels = images.train_labels.to(worker.device)
         self._mean, self._deviation = channel_statistics(self._images)
-        chosen, counted = own_part(self._num_test, place)
+        chosen, counted = own_part(self._num_test, worker)
         labels = images.test_labels[chosen].masked_fill(~counted, NOT_COUNTED)
-        self._test_images = images.test_images[chosen].to(place.device)
-        self._test_labels = labels.to(place.device)
+        self._test_images = images.test_images[chosen].to(worker.device)
+        self._test_labels = labels.to(worker.device)
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
-        """An epoch in random order; the images left over make no batch."""
-        share, rank = self._place.share(self._batch_size), self._place.rank
+        """An epoch in random order; the last partial batch is dropped."""
+        share, rank = self._worker.share(self._batch_size), self._worker.rank
         for images, labels in self._augmented(epoch, range(first, self.num_batches), share, rank):
             yield normalize(images, self._mean, self._deviation), labels
 
@@ -131,14 +131,14 @@ class ImageTask(Classification):
         for i in indices:
             chosen = order[i * self._batch_size : (i + 1) * self._batch_size][share]
             step = epoch * self.num_batches + i
-            generator = seeded(self._place.device, self._seed, step, rank)
+            generator = seeded(self._worker.device, self._seed, step, rank)
             images = augment(self._images[chosen], self._padding, generator)
             yield images, self._labels[chosen]
 
     def calibration(self) -> Sequence[Batch]:
-        """Whole batches of an epoch of their own, augmented as in training."""
+        """Whole batches of a separate epoch, augmented as in training."""
         if self._calibration is None:
-            # Every process makes all of them: an average has one set of statistics.
+            # Every rank makes all of them: an average has one set of statistics.
             whole, indices = slice(None), range(self._num_calibration)
             batches = list(self._augmented(CALIBRATION_EPOCH, indices, whole, rank=0))
             self._calibration = NormalizedBatches(batches, self._mean, self._deviation)
@@ -151,30 +151,30 @@ class ImageTask(Classification):
             yield normalize(images, self._mean, self._deviation), labels
 
 
-def check_batch_size(batch_size: int, num_images: int, place: Place) -> None:
-    """Refuse batches that cannot be made of the data, or shared by the processes."""
+def check_batch_size(batch_size: int, num_images: int, worker: Worker) -> None:
+    """Refuse a batch size that is larger than the data or not divisible by the ranks."""
     if num_images < batch_size:
         raise ConfigError(
-            f"batch_size={batch_size}: the data holds only {num_images} training images"
+            f"batch_size={batch_size}: the data contains only {num_images} training images"
         )
-    if batch_size % place.world_size:
+    if batch_size % worker.world_size:
         raise ConfigError(
-            f"batch_size={batch_size}: cannot be shared by {place.world_size} processes: give a "
-            f"multiple of {place.world_size}"
+            f"batch_size={batch_size}: must be a multiple of the {worker.world_size} processes, so "
+            "that each gets an equal part"
         )
 
 
-def own_part(num_examples: int, place: Place) -> tuple[Tensor, Tensor]:
-    """This process's part of the examples to evaluate, and which of these count.
+def own_part(num_examples: int, worker: Worker) -> tuple[Tensor, Tensor]:
+    """This rank's part of the examples to evaluate, and a mask of those that count.
 
-    Every process gets as many, so that all see the same shapes and call the model equally often;
-    where they do not come out even, the first example is there once more and does not count.
+    Every rank gets the same number, so that all see the same shapes and call the model equally
+    often; the rest is padded with the first example, which does not count.
 
-    >>> own_part(5, Place(rank=1, world_size=2))
+    >>> own_part(5, Worker(rank=1, world_size=2))
     (tensor([1, 3, 0]), tensor([ True,  True, False]))
     """
-    own = -(-num_examples // place.world_size)
-    chosen = place.rank + place.world_size * torch.arange(own)
+    own = -(-num_examples // worker.world_size)
+    chosen = worker.rank + worker.world_size * torch.arange(own)
     counted = chosen < num_examples
     return torch.where(counted, chosen, 0), counted
 
@@ -185,14 +185,14 @@ def score(
     num_examples: int,
     num_classes: int,
     *,
-    place: Place,
+    worker: Worker,
     prefix: str,
 ) -> dict[str, float]:
-    """Mean loss and accuracies over the batches of all processes.
+    """Mean loss and accuracies over the batches of all ranks.
 
-    Losses of single examples are float32, their sum is float64. Labels of -100 count for nothing.
+    The losses of single examples are float32, their sum is float64. Labels of -100 do not count.
     """
-    sums = torch.zeros(3, dtype=torch.float64, device=place.device)
+    sums = torch.zeros(3, dtype=torch.float64, device=worker.device)
     with torch.no_grad():
         for images, labels in batches:
             outputs = model(images).float()
@@ -200,7 +200,7 @@ def score(
             guesses = outputs.topk(min(5, num_classes), dim=1).indices
             right = guesses == labels[:, None]
             sums += torch.stack([losses.double().sum(), right[:, 0].sum(), right.sum()])
-    loss, top1, top5 = (value / num_examples for value in place.total(sums.tolist()))
+    loss, top1, top5 = (value / num_examples for value in worker.total(sums.tolist()))
     values = {f"{prefix}_loss": loss, f"{prefix}_accuracy": top1}
     if num_classes > 5:
         values[f"{prefix}_top5_accuracy"] = top5

@@ -1,7 +1,7 @@
-"""Image files to bytes with Pillow: decoded, cut to size, augmented one at a time.
+"""Decoding, cropping and augmentation of single image files with Pillow.
 
-Crops and flips are those of the usual ImageNet training (Szegedy et al., 2015; torchvision's
-`RandomResizedCrop`), written out: the CPU build of PyTorch has no torchvision.
+Crops and flips are those of standard ImageNet training (Szegedy et al., 2015; torchvision's
+`RandomResizedCrop`), reimplemented because the CPU build of PyTorch has no torchvision.
 """
 
 import math
@@ -24,24 +24,24 @@ _RATIO = (3 / 4, 4 / 3)
 
 
 def require_pillow() -> Any:
-    """Pillow's `Image` module; where it is not installed, an error that says how it is."""
+    """Pillow's `Image` module, or an error that says how to install it."""
     try:
         from PIL import Image
     except ImportError as error:
         raise LawaError(
             f"images are decoded by Pillow, which could not be imported ({error}): "
-            "pip install 'torch-lawa[recipes]'"
+            "pip install 'torch-lawa[lab]'"
         ) from None
     return Image
 
 
 def read_image(path: str) -> "Image.Image":
-    """An image file as RGB, whatever its colours; what is transparent shows what lies under it."""
+    """An image file as RGB, whatever its mode; transparency is dropped."""
     module = require_pillow()
     try:
         with module.open(path) as image:
             return _to_rgb(module, image)
-    except Exception as error:  # what is no image can raise anything
+    except Exception as error:  # a damaged file can raise anything
         what = f"{type(error).__name__}: {error}"[:200]
         raise DataError(
             f"{path}: cannot be decoded ({what}). Unpack the file again, or remove it."
@@ -49,7 +49,7 @@ def read_image(path: str) -> "Image.Image":
 
 
 def _to_rgb(module: Any, image: "Image.Image") -> "Image.Image":
-    if image.mode.startswith("I"):  # 16 bits of gray, which `convert` would clip to 8
+    if image.mode.startswith("I"):  # 16-bit grayscale, which `convert` would clip to 8 bits
         image = module.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
@@ -57,7 +57,7 @@ def _to_rgb(module: Any, image: "Image.Image") -> "Image.Image":
 
 
 def centre(image: "Image.Image", size: int, shorter: int) -> "Image.Image":
-    """The middle of an image whose shorter side was brought to `shorter` pixels."""
+    """The centre crop of an image whose shorter side is resized to `shorter` pixels."""
     width, height = image.size
     short = min(width, height)
     if short != shorter:
@@ -70,7 +70,7 @@ def centre(image: "Image.Image", size: int, shorter: int) -> "Image.Image":
 
 
 def random_box(width: int, height: int, rng: random.Random) -> tuple[int, int, int, int]:
-    """A part of an image (left, top, width, height): 8 to 100 % of it, 3:4 to 4:3 in shape.
+    """A random box (left, top, width, height): 8 to 100 % of the area, aspect ratio 3:4 to 4:3.
 
     >>> random_box(400, 300, random.Random(0))
     (26, 0, 345, 298)
@@ -81,17 +81,17 @@ def random_box(width: int, height: int, rng: random.Random) -> tuple[int, int, i
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
             return rng.randint(0, width - w), rng.randint(0, height - h), w, h
-    # A long image: as much of its middle as has an allowed shape.
+    # An elongated image: the largest centred box with an allowed aspect ratio.
     w = min(width, max(1, round(height * _RATIO[1])))
     h = min(height, max(1, round(width / _RATIO[0])))
     return (width - w) // 2, (height - h) // 2, w, h
 
 
 def random_view(image: "Image.Image", size: int, rng: random.Random) -> "Image.Image":
-    """A random part of an image, brought to size and flipped half of the time."""
+    """A random box of an image, resized to `size` and flipped half of the time."""
     module = require_pillow()
     left, top, width, height = random_box(*image.size, rng)
-    # Cropped first: `resize(box=...)` would smooth in pixels from outside the part.
+    # Cropped first: `resize(box=...)` would blend in pixels from outside the box.
     part = image.crop((left, top, left + width, top + height))
     part = part.resize((size, size), module.Resampling.BILINEAR)
     if rng.random() < 0.5:

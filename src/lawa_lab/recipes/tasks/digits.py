@@ -1,15 +1,15 @@
 """The demo: a small convolutional net with BatchNorm on scikit-learn's handwritten digits.
 
 1,797 images of 8x8 pixels that come with scikit-learn, so nothing is downloaded; half of them are
-held out, the same half whatever the seed. Training is ordinary: SGD with momentum, random shifts
-of a pixel and a little noise, a cosine learning rate as in the paper. Cosine is the harder case
-for averaging: it brings the raw weights to rest by itself, where a constant rate leaves them
-bouncing. The rate of 0.2 was chosen for the *raw* weights: their final loss was 0.044, 0.034,
+held out, the same half for every seed. Training is standard: SGD with momentum, random shifts of
+one pixel and a little noise, a cosine learning rate as in the paper. A cosine schedule is the
+harder case for averaging: its decay already reduces the noise of the raw weights, which a constant
+rate does not. The rate of 0.2 was chosen for the *raw* weights: their final loss was 0.044, 0.034,
 0.026, 0.027 and 0.027 with rates of 0.02, 0.05, 0.1, 0.2 and 0.4 (savings grow with the rate).
-`benchmarks/digits.py` makes these figures; their raw metrics are in
+`benchmarks/digits.py` reproduces these figures; the metrics are in
 `results/2026-11-15-digits-loop`.
 
-Mean test loss of seeds 0, 1 and 2, by how BatchNorm statistics were made:
+Mean test loss over seeds 0, 1 and 2, by the source of the BatchNorm statistics:
 
 =====  ============  =================  ======================  ================
 epoch  raw, running  raw, re-estimated  averaged, re-estimated  averaged, copied
@@ -21,34 +21,34 @@ epoch  raw, running  raw, re-estimated  averaged, re-estimated  averaged, copied
 50     0.027         0.026              0.026                   0.027
 =====  ============  =================  ======================  ================
 
-Re-estimating helps the raw weights, too, so like is compared with like: 4 epochs saved at most in
-loss with seeds 0 to 2, 6 with seeds 3 to 5 and with seeds 100 to 102. Against running statistics
-it is 12, 14 and 11, part of which is not averaging's doing. Copied statistics ruin the average
-while the learning rate is high: its loss was above the raw one in 72 of 135 epochs.
+Re-estimation also helps the raw weights, so both sides get it: averaging then saves at most 4
+epochs (test loss) with seeds 0 to 2, and 6 with seeds 3 to 5 and with seeds 100 to 102. Against
+running statistics it is 12, 14 and 11, part of which is due to re-estimation. Copied statistics
+spoil the average while the learning rate is high: its loss was above the raw loss in 72 of 135
+epochs.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lawa_lab.recipes.configs import DigitsConfig
-from lawa_lab.recipes.task import Batch, Place, seeded
+from lawa_lab.recipes.catalog.digits import DigitsConfig
+from lawa_lab.recipes.task import Batch, Worker, seeded
 from torch_lawa.errors import ConfigError, LawaError
 
-__all__ = ["Digits", "DigitsTask", "build_model", "evaluate", "load_data", "make_task"]
+__all__ = ["Digits", "DigitsTask", "build_model", "evaluate", "load_data"]
 
 _SPLIT_SEED = 0
-_CALIBRATION_EPOCH = 2**31  # none that a run gets to
+_CALIBRATION_EPOCH = 2**31  # beyond the epochs of any run
 
 
 @dataclass(frozen=True)
 class Digits:
-    """The images, normalised with the training half's mean and deviation, and their labels."""
+    """Images, normalised with the mean and standard deviation of the training half, and labels."""
 
     train_images: Tensor
     train_labels: Tensor
@@ -57,14 +57,14 @@ class Digits:
 
 
 def load_data(config: DigitsConfig) -> Digits:
-    """The digits, split by class in fixed proportion; the split does not depend on the seed."""
+    """The digits, in a stratified split that does not depend on the seed."""
     try:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
     except ImportError as error:
         raise LawaError(
             f"the digits come with scikit-learn, which could not be imported ({error}): "
-            "pip install 'torch-lawa[recipes]'"
+            "pip install 'torch-lawa[lab]'"
         ) from None
     bunch: Any = load_digits()
     try:
@@ -77,8 +77,8 @@ def load_data(config: DigitsConfig) -> Digits:
         )
     except ValueError:
         raise ConfigError(
-            f"test_fraction={config.test_fraction}: of {len(bunch.target)} digits both parts need "
-            "at least ten, one of each class."
+            f"test_fraction={config.test_fraction}: both parts of the {len(bunch.target)} digits "
+            "need at least ten, one of each class."
         ) from None
     train_images, test_images, train_labels, test_labels = (
         torch.from_numpy(part) for part in split
@@ -93,7 +93,7 @@ def load_data(config: DigitsConfig) -> Digits:
 
 
 def build_model(config: DigitsConfig) -> nn.Sequential:
-    """Three convolutions with BatchNorm, pooled, and a linear classifier.
+    """Three convolutions with BatchNorm, pooling, and a linear classifier.
 
     >>> build_model(DigitsConfig())(torch.zeros(4, 1, 8, 8)).shape
     torch.Size([4, 10])
@@ -130,9 +130,9 @@ class DigitsTask:
 
     strict = False
 
-    def __init__(self, config: DigitsConfig, data: Digits, *, seed: int, place: Place) -> None:
-        self._config, self._seed, self._place = config, seed, place
-        device = place.device
+    def __init__(self, config: DigitsConfig, data: Digits, *, seed: int, worker: Worker) -> None:
+        self._config, self._seed, self._worker = config, seed, worker
+        device = worker.device
         self._data = Digits(
             data.train_images.to(device),
             data.train_labels.to(device),
@@ -140,22 +140,22 @@ class DigitsTask:
             data.test_labels.to(device),
         )
         self.num_batches = len(data.train_images) // config.batch_size
-        # The same ones for every average.
+        # The same batches for every average.
         num_calibration = min(config.batch_norm_batches, self.num_batches)
         self._calibration = [
             self._batch(_CALIBRATION_EPOCH, i, rank=0) for i in range(num_calibration)
         ]
 
     def build_model(self) -> nn.Module:
-        """A fresh net."""
+        """A new net."""
         return build_model(self._config)
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
-        """One epoch in random order, each image shifted by up to a pixel, a little noise added."""
-        share = self._place.share(self._config.batch_size)
-        # The few images left over make no batch: BatchNorm would see too little in it.
+        """One epoch in random order; images are shifted and noise is added."""
+        share = self._worker.share(self._config.batch_size)
+        # The last partial batch is dropped: it is too small for BatchNorm.
         for i in range(first, self.num_batches):
-            yield self._batch(epoch, i, self._place.rank, share)
+            yield self._batch(epoch, i, self._worker.rank, share)
 
     def calibration(self) -> Sequence[Batch]:
         """Batches as in training."""
@@ -167,7 +167,7 @@ class DigitsTask:
         return F.cross_entropy(model(images).float(), labels)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """On the held-out half; it is small, so every process takes all of it."""
+        """On the held-out half; it is small, so every rank evaluates all of it."""
         return evaluate(model, self._data)
 
     def _batch(
@@ -176,7 +176,7 @@ class DigitsTask:
         data, size, shift = self._data, self._config.batch_size, self._config.max_shift
         cpu = torch.device("cpu")
         order = torch.randperm(len(data.train_images), generator=seeded(cpu, self._seed, epoch))
-        chosen = order[number * size : (number + 1) * size][share].to(self._place.device)
+        chosen = order[number * size : (number + 1) * size][share].to(self._worker.device)
         generator = seeded(cpu, self._seed, epoch, number, rank)
         pixels = data.train_images.shape[-1]
         blank = float(data.train_images.min())
@@ -186,10 +186,3 @@ class DigitsTask:
         images = views[torch.arange(len(chosen)), :, down, right]
         noise = torch.randn(images.shape, generator=generator).to(images)
         return images + self._config.noise * noise, data.train_labels[chosen]
-
-
-def make_task(
-    config: DigitsConfig, data: Path | None, *, seed: int, place: Place, smoke: bool
-) -> DigitsTask:
-    """The recipe; its data come with scikit-learn, so `data` is not looked at."""
-    return DigitsTask(config, load_data(config), seed=seed, place=place)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lawa_lab.recipes.data.tokens import MASK
-from lawa_lab.recipes.masking import IGNORED, mask_tokens, num_masked
 from lawa_lab.recipes.task import seeded
+from lawa_lab.recipes.tasks.masking import IGNORED, mask_tokens, num_masked
 
 CPU = torch.device("cpu")
 VOCABULARY = 1000
@@ -61,7 +61,7 @@ def test_eight_in_ten_are_hidden_one_is_another_one_stays() -> None:
     assert int(seen[other].max()) == VOCABULARY - 1
     counts = torch.bincount(seen[other], minlength=VOCABULARY)[5:].double()
     assert float(((counts - counts.mean()) ** 2).sum() / counts.mean()) < 995 + 5 * 45
-    # And every place of a sequence is chosen about equally often.
+    # And every position of a sequence is chosen about equally often.
     per_place = chosen.sum(0)[1:-1].double()
     expected = 800 * 76 / 510
     assert float((per_place - expected).abs().max()) < 5 * math.sqrt(expected)

@@ -1,9 +1,9 @@
-"""Dynamic masking, as of BERT and RoBERTa: which tokens are to be predicted, and what hides them.
+"""Dynamic masking as in BERT and RoBERTa: which tokens are predicted, and what replaces them.
 
-Ours: every sequence has exactly `mask_fraction` of its ordinary tokens to predict, rounded, as in
-BERT's code; fairseq rounds up or down at random, and others flip a coin for every token. Batches
-then have one shape, which a compiled model needs, and the mean of the means of equal parts of a
-batch is the mean of the batch.
+Ours: in every sequence exactly `mask_fraction` of the ordinary tokens (rounded) are predicted, as
+in BERT's code; fairseq rounds up or down at random, and others draw each token independently.
+Batches then have a fixed shape, which a compiled model needs, and the mean over micro-batches of
+equal size is the mean of the batch.
 """
 
 import torch
@@ -13,11 +13,11 @@ from lawa_lab.recipes.data.tokens import MASK, SPECIAL_TOKENS
 
 __all__ = ["IGNORED", "mask_tokens", "num_masked"]
 
-IGNORED = -100  # the label that cross entropy passes over
+IGNORED = -100  # the label that cross-entropy ignores
 
 
 def num_masked(sequence_length: int, mask_fraction: float) -> int:
-    """How many tokens of each sequence are to be predicted: at least one.
+    """The number of tokens to predict in each sequence, at least one.
 
     >>> num_masked(512, 0.15)
     76
@@ -28,15 +28,15 @@ def num_masked(sequence_length: int, mask_fraction: float) -> int:
 def mask_tokens(
     ids: Tensor, num_chosen: int, vocabulary: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """What the model sees of each sequence, and labels: true ids at chosen places.
+    """Model inputs and labels: the true ids at the chosen positions, ignored elsewhere.
 
-    Of the ordinary tokens in a row (no special ones) `num_chosen` are chosen, each set of them
-    equally likely. 80 % become `<mask>`, 10 % an ordinary token drawn from the vocabulary, and
-    10 % stay. The same generator gives the same masking on a device.
+    In each row, `num_chosen` ordinary (not special) tokens are chosen uniformly at random. 80 % of
+    them become `<mask>`, 10 % a random ordinary token, and 10 % are unchanged. The same generator
+    gives the same masks on the same device.
     """
     ordinary = ids >= len(SPECIAL_TOKENS)
     draws = torch.rand(ids.shape, device=ids.device, generator=generator)
-    # Stable, so that equal draws do not make two runs differ.
+    # Stable, so that ties do not make two runs differ.
     order = draws.masked_fill(~ordinary, 2.0).argsort(dim=1, stable=True)
     chosen = (order.argsort(dim=1) < num_chosen) & ordinary
     fate = torch.rand(ids.shape, device=ids.device, generator=generator)

@@ -1,4 +1,4 @@
-"""Classifying images that are read from files while the net trains, by processes of their own."""
+"""Image classification with images that data-loading processes read from files."""
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -10,18 +10,18 @@ from torch.utils.data import DataLoader, Sampler
 
 from lawa_lab.recipes.data.image_folder import EvaluationImages, FoundImages, TrainingImages
 from lawa_lab.recipes.data.images import ImagesAndLabels, NormalizedBatches, normalize
-from lawa_lab.recipes.image_task import (
+from lawa_lab.recipes.task import Batch, Worker, seeded
+from lawa_lab.recipes.tasks.images import (
     CALIBRATION_EPOCH,
     NOT_COUNTED,
     Classification,
     own_part,
 )
-from lawa_lab.recipes.task import Batch, Place, seeded
 from torch_lawa.errors import DataError
 
 __all__ = ["StreamedImageTask"]
 
-# ImageNet's, as everybody takes them, in units of bytes.
+# The usual statistics of ImageNet, in units of bytes.
 _MEAN = (123.675, 116.28, 103.53)
 _DEVIATION = (58.395, 57.12, 57.375)
 
@@ -29,11 +29,11 @@ _KEPT_BYTES = 8 * 2**30
 
 
 class StreamedImageTask(Classification):
-    """A tree of image files as a `Task`: random views, cross-entropy, top-1 and top-5 accuracy.
+    """Image files as a `Task`: random resized crops, cross-entropy, top-1 and top-5 accuracy.
 
-    Batches do not depend on the number of workers: a view follows from seed, epoch and image.
-    Held-out images are decoded once where this process's part of them takes no more than
-    `kept_bytes`, since raw and averaged weights are evaluated on the same ones again and again.
+    Batches do not depend on the number of data-loading processes: a crop follows from the seed, the
+    epoch and the image. Held-out images are decoded once if this rank's part of them takes no more
+    than `kept_bytes`, because every set of weights is evaluated on the same images.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class StreamedImageTask(Classification):
         size: int,
         build: Callable[[], nn.Module],
         seed: int,
-        place: Place,
+        worker: Worker,
         batch_size: int,
         batch_norm_batches: int,
         num_workers: int,
@@ -57,17 +57,17 @@ class StreamedImageTask(Classification):
             num_classes=len(found.class_names),
             build=build,
             seed=seed,
-            place=place,
+            worker=worker,
             batch_size=batch_size,
             batch_norm_batches=batch_norm_batches,
             prefix=prefix,
         )
         self._num_workers, self._evaluate_batch_size = num_workers, evaluate_batch_size
-        self._mean = torch.tensor(_MEAN, device=place.device)
-        self._deviation = torch.tensor(_DEVIATION, device=place.device)
+        self._mean = torch.tensor(_MEAN, device=worker.device)
+        self._deviation = torch.tensor(_DEVIATION, device=worker.device)
         self._files = TrainingImages(found.train_paths, size, seed=seed)
         self._labels = torch.tensor(found.train_labels)
-        chosen, counted = own_part(self._num_test, place)
+        chosen, counted = own_part(self._num_test, worker)
         self._test_files = EvaluationImages([found.val_paths[i] for i in chosen.tolist()], size)
         labels = torch.tensor(found.val_labels)[chosen]
         self._test_labels = labels.masked_fill(~counted, NOT_COUNTED)
@@ -82,22 +82,22 @@ class StreamedImageTask(Classification):
             files,
             batch_sampler=keys,
             num_workers=self._num_workers,
-            pin_memory=lasting and self._place.device.type == "cuda",
+            pin_memory=lasting and self._worker.device.type == "cuda",
             persistent_workers=lasting and self._num_workers > 0,
             worker_init_fn=_ignore_interrupts,
-            # Its own: theirs would draw from the generator that dropout draws from.
+            # Its own: by default the loader would draw from the generator that dropout uses.
             generator=torch.Generator(),
         )
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
-        """An epoch in random order; the images left over make no batch.
+        """An epoch in random order; the last partial batch is dropped.
 
-        One epoch at a time: a call ends the epoch that was read before.
+        One epoch at a time: a call ends the previous epoch.
         """
         chosen = self._chosen(epoch, range(first, self.num_batches))
-        chosen = [batch[self._place.share(self._batch_size)] for batch in chosen]
+        chosen = [batch[self._worker.share(self._batch_size)] for batch in chosen]
         self._order.read_next(chosen, epoch)
-        for batch, images in zip(chosen, _told(self._loader), strict=True):
+        for batch, images in zip(chosen, _read_batches(self._loader), strict=True):
             yield self._ready(images, self._labels[batch])
 
     def _chosen(self, epoch: int, indices: range) -> list[Tensor]:
@@ -106,17 +106,17 @@ class StreamedImageTask(Classification):
         return [order[i * self._batch_size : (i + 1) * self._batch_size] for i in indices]
 
     def _ready(self, images: Tensor, labels: Tensor) -> ImagesAndLabels:
-        device = self._place.device
+        device = self._worker.device
         images, labels = (tensor.to(device, non_blocking=True) for tensor in (images, labels))
         return normalize(images, self._mean, self._deviation), labels
 
     def calibration(self) -> Sequence[Batch]:
-        """Whole batches of an epoch of their own, augmented as in training."""
+        """Whole batches of a separate epoch, augmented as in training."""
         if self._calibration is None:
             keys, chosen = _Keys(), self._chosen(CALIBRATION_EPOCH, range(self._num_calibration))
             keys.read_next(chosen, CALIBRATION_EPOCH)
-            read = _told(self._read(self._files, keys, lasting=False))
-            # Out of the memory that workers share, of which there may be little.
+            read = _read_batches(self._read(self._files, keys, lasting=False))
+            # Copied out of shared memory, which may be small.
             batches = [
                 (images.clone(), self._labels[batch])
                 for batch, images in zip(chosen, read, strict=True)
@@ -129,7 +129,7 @@ class StreamedImageTask(Classification):
         if self._kept is None:
             everything = torch.arange(len(self._test_files))
             self._test_order.read_next(torch.split(everything, self._evaluate_batch_size))
-            read = _told(self._test_loader)
+            read = _read_batches(self._test_loader)
             if not self._keep:
                 yield from map(self._ready, read, labels)
                 return
@@ -145,13 +145,13 @@ class StreamedImageTask(Classification):
 
 
 class _Keys(Sampler[list[Any]]):
-    """What a loader reads next, batch by batch; workers need not be started anew to be told."""
+    """The batches that a loader reads next; persistent workers need not be restarted for them."""
 
     def __init__(self) -> None:
         self.read_next(())
 
     def read_next(self, batches: Sequence[Tensor], epoch: int | None = None) -> None:
-        """Images by their numbers, or by the pair of an epoch and their number."""
+        """Images by their indices, or by pairs of an epoch and an index."""
         self._batches, self._epoch = batches, epoch
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -165,16 +165,16 @@ class _Keys(Sampler[list[Any]]):
 
 
 def _ignore_interrupts(worker: int) -> None:
-    """Ctrl-C reaches all processes; the one that trains still wants its batch, to save and end."""
+    """Ctrl-C reaches all processes, but training needs its batch to finish the step and save."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _told(loader: DataLoader[Tensor]) -> Iterator[Tensor]:
-    """The loader's batches; a worker's error without the worker's stack around it."""
+def _read_batches(loader: DataLoader[Tensor]) -> Iterator[Tensor]:
+    """The loader's batches; errors of data-loading processes without their tracebacks."""
     try:
         yield from loader
     except DataError as error:
-        # The frames hold the loader in a cycle, and workers that wait for the garbage collector
-        # are not told to end: it takes seconds until they are given up.
+        # The frames keep the loader in a reference cycle, and until it is collected its workers do
+        # not exit: joining them would then run into a timeout of seconds.
         error.__traceback__ = None
         raise DataError(str(error).rsplit("DataError: ", 1)[-1].strip()) from None

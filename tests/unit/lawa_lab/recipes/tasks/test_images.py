@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lawa_lab.recipes.data.images import Images, augment, normalize, smoke_images
-from lawa_lab.recipes.image_task import ImageTask, score
-from lawa_lab.recipes.task import Batch, Place, seeded
+from lawa_lab.recipes.task import Batch, Worker, seeded
+from lawa_lab.recipes.tasks.images import ImageTask, score
 from torch_lawa.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def task(**changes: Any) -> ImageTask:
         "images": images(),
         "build": lambda: Linear(7),
         "seed": 3,
-        "place": Place(),
+        "worker": Worker(),
         "batch_size": 4,
         "batch_norm_batches": 2,
         "padding": 1,
@@ -89,7 +89,7 @@ def test_epochs_and_seeds_differ() -> None:
 def test_processes_share_each_batch_and_draw_apart() -> None:
     alone = list(task(padding=0).batches(1))
     ranks = [
-        list(task(padding=0, place=Place(rank=rank, world_size=2)).batches(1)) for rank in (0, 1)
+        list(task(padding=0, worker=Worker(rank=rank, world_size=2)).batches(1)) for rank in (0, 1)
     ]
     for i in range(5):
         assert [len(own[i][1]) for own in ranks] == [2, 2]
@@ -98,7 +98,7 @@ def test_processes_share_each_batch_and_draw_apart() -> None:
     still = images()
     still = dataclasses.replace(still, train_images=still.train_images[:1].repeat(22, 1, 1, 1))
     first, second = (
-        [pixels for pixels, _ in task(images=still, place=Place(CPU, rank, 2)).batches(0)]
+        [pixels for pixels, _ in task(images=still, worker=Worker(CPU, rank, 2)).batches(0)]
         for rank in (0, 1)
     )
     assert not torch.equal(torch.stack(first), torch.stack(second))
@@ -110,7 +110,7 @@ def test_calibration_is_made_once_the_same_in_every_process_and_in_no_epoch() ->
     assert made.calibration() is batches
     assert len(batches) == 2
     assert [len(labels) for _, labels in batches] == [4, 4]
-    other = task(place=Place(rank=1, world_size=2)).calibration()
+    other = task(worker=Worker(rank=1, world_size=2)).calibration()
     assert same(list(other), list(batches))
     order = torch.randperm(22, generator=seeded(CPU, 3, 2**31))
     data = images()
@@ -161,7 +161,7 @@ def test_evaluation_is_a_loop_over_the_examples(dtype: torch.dtype) -> None:
 def test_losses_are_added_up_in_float64() -> None:
     outputs, labels = 30 * torch.rand(5000, 7), torch.arange(5000) % 7
     losses = F.cross_entropy(outputs, labels, reduction="none")
-    values = score(nn.Identity(), [(outputs, labels)], 5000, 7, place=Place(), prefix="test")
+    values = score(nn.Identity(), [(outputs, labels)], 5000, 7, worker=Worker(), prefix="test")
     assert values["test_loss"] == pytest.approx(math.fsum(losses.tolist()) / 5000, rel=1e-13)
     assert losses.sum().item() / 5000 != pytest.approx(values["test_loss"], rel=1e-13)
 
@@ -182,7 +182,7 @@ def test_no_gradients_are_kept() -> None:
     task().evaluate(Watching(7))
 
 
-class Noting(Place):
+class Noting(Worker):
     """Keeps what this process would add to the sums."""
 
     def total(self, values: Sequence[float]) -> list[float]:
@@ -201,8 +201,8 @@ def test_processes_evaluate_every_example_once_in_equal_shapes(world_size: int) 
     shapes = []
     for rank in range(world_size):
         model.shapes.clear()
-        place = Noting(CPU, rank, world_size)
-        task(place=place, evaluate_batch_size=2, batch_size=world_size).evaluate(model)
+        worker = Noting(CPU, rank, world_size)
+        task(worker=worker, evaluate_batch_size=2, batch_size=world_size).evaluate(model)
         shapes.append(list(model.shapes))
     assert all(own == shapes[0] for own in shapes)
     loss, *right = (sum(column) / 13 for column in zip(*noted, strict=True))
@@ -220,7 +220,7 @@ def test_the_sum_of_all_processes_is_what_is_reported(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     for rank in (0, 1):
-        values = task(place=Place(CPU, rank, 2)).evaluate(model)
+        values = task(worker=Worker(CPU, rank, 2)).evaluate(model)
     assert values == pytest.approx(task().evaluate(model), rel=1e-6)
 
 
@@ -228,7 +228,7 @@ def test_what_cannot_be_made_into_batches_is_refused() -> None:
     with pytest.raises(ConfigError, match="batch_size=23: the data holds only 22 training images"):
         task(batch_size=23)
     with pytest.raises(ConfigError, match="batch_size=4: cannot be shared by 3 processes"):
-        task(place=Place(rank=1, world_size=3))
+        task(worker=Worker(rank=1, world_size=3))
     assert task(batch_size=22).num_batches == 1
 
 

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import nn
 
-from lawa_lab.recipes.data.decoding import random_view
 from lawa_lab.recipes.data.image_folder import find_images
-from lawa_lab.recipes.streamed_image_task import StreamedImageTask
-from lawa_lab.recipes.task import Batch, Place, mixed_seed, seeded
+from lawa_lab.recipes.data.image_transforms import random_view
+from lawa_lab.recipes.task import Batch, Worker, mixed_seed, seeded
+from lawa_lab.recipes.tasks.streamed_images import StreamedImageTask
 from torch_lawa.errors import ConfigError, DataError
 
 # From Python 3.12 on, workers that are forked are warned of where there are threads.
@@ -52,7 +52,7 @@ def task(folder: Path) -> Callable[..., StreamedImageTask]:
             "size": 7,
             "build": lambda: Linear(),
             "seed": 3,
-            "place": Place(),
+            "worker": Worker(),
             "batch_size": 4,
             "batch_norm_batches": 2,
             "num_workers": 0,
@@ -144,7 +144,7 @@ def test_a_worker_survives_an_interrupt(task: Any) -> None:
 
 def test_processes_share_each_batch(task: Any) -> None:
     alone = list(task().batches(1))
-    ranks = [list(task(place=Place(rank=rank, world_size=2)).batches(1)) for rank in (0, 1)]
+    ranks = [list(task(worker=Worker(rank=rank, world_size=2)).batches(1)) for rank in (0, 1)]
     for i in range(5):
         for part in range(2):
             assert torch.equal(torch.cat([own[i][part] for own in ranks]), alone[i][part])
@@ -155,7 +155,7 @@ def test_calibration_is_made_once_and_the_same_in_every_process(task: Any, folde
     batches = made.calibration()
     assert made.calibration() is batches
     assert [len(labels) for _, labels in batches] == [4, 4]
-    other = task(place=Place(rank=1, world_size=2), batch_norm_batches=9).calibration()
+    other = task(worker=Worker(rank=1, world_size=2), batch_norm_batches=9).calibration()
     assert len(other) == 5
     assert same(other[:2], batches)
     order = torch.randperm(21, generator=seeded(CPU, 3, 2**31)).tolist()
@@ -220,8 +220,8 @@ def test_processes_evaluate_every_file_once(
     shapes = []
     for rank in range(world_size):
         model.shapes.clear()
-        place = Place(rank=rank, world_size=world_size)
-        task(place=place, batch_size=2 * world_size, evaluate_batch_size=2).evaluate(model)
+        worker = Worker(rank=rank, world_size=world_size)
+        task(worker=worker, batch_size=2 * world_size, evaluate_batch_size=2).evaluate(model)
         shapes.append(model.shapes.copy())
     assert all(own == shapes[0] for own in shapes)
     assert (sum(sums) / 10).tolist() == pytest.approx(list(expected.values()), rel=1e-6)
@@ -260,4 +260,4 @@ def test_what_cannot_be_made_into_batches_is_refused(task: Any) -> None:
     with pytest.raises(ConfigError, match="batch_size=22: the data holds only 21"):
         task(batch_size=22)
     with pytest.raises(ConfigError, match="cannot be shared by 3 processes"):
-        task(place=Place(rank=1, world_size=3))
+        task(worker=Worker(rank=1, world_size=3))

@@ -5,17 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from lawa_lab.recipes.cifar100 import make_task
-from lawa_lab.recipes.configs import Cifar100Config
+from lawa_lab.recipes.catalog.cifar100 import Cifar100Config
 from lawa_lab.recipes.data import cifar
-from lawa_lab.recipes.task import Place, Task
+from lawa_lab.recipes.task import Task, Worker
 from torch_lawa.errors import DataError
 
 
 def test_smoke() -> None:
     config = Cifar100Config().smoke()
     assert isinstance(config, Cifar100Config)
-    task: Task = make_task(config, None, seed=0, place=Place(), smoke=True)
+    task: Task = config.make_task(None, seed=0, worker=Worker(), smoke=True)
     assert task.num_batches == 5
     model = task.build_model()
     assert model.conv1.weight.shape == (4, 3, 3, 3)
@@ -33,15 +32,15 @@ def test_data_is_looked_for_in_the_folder_data(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cifar, "_NUM_IMAGES", {"train": 4, "test": 1})
     config = Cifar100Config(batch_size=4, width=2)
-    with pytest.raises(DataError, match="data: holds no CIFAR-100"):
-        make_task(config, None, seed=0, place=Place(), smoke=False)
+    with pytest.raises(DataError, match="data: contains no CIFAR-100"):
+        config.make_task(None, seed=0, worker=Worker(), smoke=False)
     folder = tmp_path / "data" / "cifar-100-binary"
     folder.mkdir(parents=True)
     for name, num in (("train", 4), ("test", 1)):
         (folder / f"{name}.bin").write_bytes(bytes(3074 * num))
     for data in (None, tmp_path / "data"):
-        task = make_task(config, data, seed=0, place=Place(), smoke=False)
+        task = config.make_task(data, seed=0, worker=Worker(), smoke=False)
         assert task.num_batches == 1
         assert task.build_model().fc.weight.shape == (100, 16)
-    with pytest.raises(DataError, match="other: holds no CIFAR-100"):
-        make_task(config, tmp_path / "other", seed=0, place=Place(), smoke=False)
+    with pytest.raises(DataError, match="other: contains no CIFAR-100"):
+        config.make_task(tmp_path / "other", seed=0, worker=Worker(), smoke=False)

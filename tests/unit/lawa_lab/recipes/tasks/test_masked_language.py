@@ -13,12 +13,12 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import RobertaForMaskedLM
 
-from lawa_lab.recipes.configs import WikiTextConfig
+from lawa_lab.recipes.catalog.wikitext import WikiTextConfig
 from lawa_lab.recipes.data.text import find_text, smoke_text
 from lawa_lab.recipes.data.tokens import SPECIAL_TOKENS, Tokens, load_tokens
-from lawa_lab.recipes.masking import IGNORED
-from lawa_lab.recipes.task import Place
-from lawa_lab.recipes.wikitext import MaskedLanguageTask, make_task
+from lawa_lab.recipes.task import Worker
+from lawa_lab.recipes.tasks.masked_language import MaskedLanguageTask
+from lawa_lab.recipes.tasks.masking import IGNORED
 from torch_lawa.errors import ConfigError, DataError, LawaError
 
 CONFIG = dataclasses.replace(
@@ -27,7 +27,7 @@ CONFIG = dataclasses.replace(
 NUM_TRAIN, NUM_VALID = 21, 11
 
 
-def make(seed: int = 0, place: Place | None = None, **changes: object) -> MaskedLanguageTask:
+def make(seed: int = 0, worker: Worker | None = None, **changes: object) -> MaskedLanguageTask:
     """On 21 sequences to train on and 11 held out, of 16 tokens each and no two alike."""
     draw = np.random.default_rng(0)
     ids = {
@@ -35,7 +35,9 @@ def make(seed: int = 0, place: Place | None = None, **changes: object) -> Masked
         for split, number in (("train", NUM_TRAIN), ("valid", NUM_VALID))
     }
     config = dataclasses.replace(CONFIG, **changes)  # type: ignore[arg-type]
-    return MaskedLanguageTask(config, Tokens(ids, 280, Path()), seed=seed, place=place or Place())
+    return MaskedLanguageTask(
+        config, Tokens(ids, 280, Path()), seed=seed, worker=worker or Worker()
+    )
 
 
 def truth(batch: tuple[Tensor, Tensor]) -> list[list[int]]:
@@ -92,7 +94,7 @@ def test_strangers_are_tokens_that_there_are() -> None:
 
 def test_two_processes_share_each_batch() -> None:
     whole = list(make().batches(2))
-    parts = [list(make(place=Place(rank=rank, world_size=2)).batches(2)) for rank in (0, 1)]
+    parts = [list(make(worker=Worker(rank=rank, world_size=2)).batches(2)) for rank in (0, 1)]
     for number, batch in enumerate(whole):
         assert truth(parts[0][number]) + truth(parts[1][number]) == truth(batch)
         masks = [part[number][1] != IGNORED for part in parts]
@@ -152,9 +154,9 @@ def test_evaluation_is_that_of_a_plain_loop(size: int, monkeypatch: pytest.Monke
             rows.append(tuple(torch.where(wanted == IGNORED, row, wanted).tolist()))
             with torch.no_grad():
                 scores = other(row.unsqueeze(0)).logits[0].double()
-            for place in (wanted != IGNORED).nonzero().flatten().tolist():
-                losses.append(-torch.log_softmax(scores[place], 0)[wanted[place]].item())
-                hits.append(int(scores[place].argmax() == wanted[place]))
+            for position in (wanted != IGNORED).nonzero().flatten().tolist():
+                losses.append(-torch.log_softmax(scores[position], 0)[wanted[position]].item())
+                hits.append(int(scores[position].argmax() == wanted[position]))
     assert len(rows) == len(set(rows)) == NUM_VALID  # all of it, once
     assert len(losses) == 2 * NUM_VALID
     assert found["valid_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
@@ -184,7 +186,7 @@ def test_processes_together_evaluate_what_one_does(
         whole = make().evaluate(model)
     sums: list[list[float]] = []
 
-    class Part(Place):
+    class Part(Worker):
         def total(self, values):  # type: ignore[no-untyped-def]
             sums.append(list(values))
             return [sum(column) for column in zip(*sums, strict=True)]
@@ -193,7 +195,7 @@ def test_processes_together_evaluate_what_one_does(
     for rank in range(world_size):
         before = len(model.batches)
         with torch.no_grad():
-            last = make(place=Part(rank=rank, world_size=world_size)).evaluate(model)
+            last = make(worker=Part(rank=rank, world_size=world_size)).evaluate(model)
         counts.append(len(model.batches) - before)
     assert last == pytest.approx(whole, rel=1e-12)
     assert len(set(counts)) == 1  # a model may wait for the others in every call
@@ -208,7 +210,7 @@ def test_a_smoke_run_learns_and_writes_nothing(
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    task = make_task(WikiTextConfig().smoke(), None, seed=0, place=Place(), smoke=True)  # type: ignore[arg-type]
+    task = WikiTextConfig().smoke().make_task(None, seed=0, worker=Worker(), smoke=True)
     assert [path.name for path in tmp_path.rglob("*")] == ["temporary"]
     model = task.build_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
@@ -231,7 +233,7 @@ def test_text_of_a_folder_is_used_and_its_tokens_are_kept(
     (folder / "wiki.valid.tokens").write_text(smoke_text(20, seed=1))
     monkeypatch.chdir(tmp_path)
     tasks = [
-        make_task(CONFIG, data, seed=0, place=Place(), smoke=False)
+        CONFIG.make_task(data, seed=0, worker=Worker(), smoke=False)
         for data in (None, tmp_path / "data", folder)
     ]
     assert same(next(tasks[0].batches(0)), next(tasks[1].batches(0)))
@@ -245,7 +247,7 @@ def test_text_of_a_folder_is_used_and_its_tokens_are_kept(
 
 def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="Merity"):
-        make_task(CONFIG, tmp_path, seed=0, place=Place(), smoke=False)
+        CONFIG.make_task(tmp_path, seed=0, worker=Worker(), smoke=False)
     with pytest.raises(DataError, match=r"21 sequences of 18 tokens .* a step takes 22"):
         make(batch_size=22)
     with pytest.raises(DataError, match="0 held out"):
@@ -272,7 +274,7 @@ def test_real_text(data_folder: Path, tmp_path: Path) -> None:
     for path in find_text(data_folder).values():
         (tmp_path / path.name).symlink_to(path.resolve())  # so that tokens are kept elsewhere
     config = dataclasses.replace(CONFIG, vocabulary=50_265, batch_size=64, sequence_length=512)
-    task = make_task(config, tmp_path, seed=0, place=Place(), smoke=False)
+    task = config.make_task(tmp_path, seed=0, worker=Worker(), smoke=False)
     [made] = [path for path in (tmp_path / ".lawa-cache").iterdir() if path.is_dir()]
     tokenizer = Tokenizer.from_file(str(made / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == 50_265

@@ -7,12 +7,11 @@ import pytest
 import torch
 from PIL import Image
 
-from lawa_lab.recipes import imagenet
-from lawa_lab.recipes.configs import ImageNetConfig
-from lawa_lab.recipes.image_task import ImageTask
-from lawa_lab.recipes.imagenet import make_task
-from lawa_lab.recipes.streamed_image_task import StreamedImageTask
-from lawa_lab.recipes.task import Place, Task
+from lawa_lab.recipes.catalog import imagenet
+from lawa_lab.recipes.catalog.imagenet import ImageNetConfig
+from lawa_lab.recipes.task import Task, Worker
+from lawa_lab.recipes.tasks.images import ImageTask
+from lawa_lab.recipes.tasks.streamed_images import StreamedImageTask
 from torch_lawa.errors import DataError
 
 NAMES = ["valid_loss", "valid_accuracy", "valid_top5_accuracy"]
@@ -34,7 +33,7 @@ CONFIG = ImageNetConfig(batch_size=4, width=2, image_size=32, num_workers=0, bat
 
 
 def make(data: Path | None, config: ImageNetConfig = CONFIG) -> ImageTask | StreamedImageTask:
-    return make_task(config, data, seed=0, place=Place(), smoke=False)
+    return config.make_task(data, seed=0, worker=Worker(), smoke=False)
 
 
 def check(task: Task) -> None:
@@ -52,7 +51,7 @@ def check(task: Task) -> None:
 def test_smoke() -> None:
     config = ImageNetConfig().smoke()
     assert isinstance(config, ImageNetConfig)
-    task = make_task(config, None, seed=0, place=Place(), smoke=True)
+    task = config.make_task(None, seed=0, worker=Worker(), smoke=True)
     assert task.num_batches == 10
     assert next(iter(task.batches(0)))[0].shape == (16, 3, 32, 32)
     assert list(task.evaluate(task.build_model().eval())) == NAMES

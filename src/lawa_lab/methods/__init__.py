@@ -1,0 +1,1 @@
+"""Averaging methods to compare with the window of the latest snapshots."""

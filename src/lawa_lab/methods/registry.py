@@ -1,0 +1,75 @@
+"""The table of comparison methods, from which `--methods`, its help and rows follow.
+
+A method is one file in `lawa_lab/methods/catalog`: a frozen dataclass whose fields are the method's
+parameters, with a `build` that returns an `Averager`, decorated with `register_method`. It is typed
+as its name and its parameters, separated by colons: `ema:0.999`.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+from lawa_lab.registry import Registry
+from torch_lawa.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from torch_lawa.averager import Averager
+
+__all__ = ["METHODS", "Method", "parse_method", "register_method", "typed_methods"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """One averaging method and its parameters; every field is a number."""
+
+    name: ClassVar[str]
+    typed: ClassVar[str]  # with its parameters, for `--help`
+
+    @property
+    def parameters(self) -> str:
+        """The parameters as they are typed; they distinguish two methods of one name in rows."""
+        values = (getattr(self, item.name) for item in dataclasses.fields(self))
+        return ":".join(format(value, ".12g") for value in values)
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.parameters}" if self.parameters else self.name
+
+    def build(self, model: "nn.Module") -> "Averager":
+        """The averager of a model; `step` is called after every optimizer step.
+
+        Its `kind` is `str(self)`. Import torch inside this method.
+        """
+        raise NotImplementedError
+
+
+METHODS: Registry[type[Method]] = Registry("method", "lawa_lab.methods.catalog")
+
+AnyMethod = TypeVar("AnyMethod", bound=Method)
+
+
+def register_method(method: type[AnyMethod]) -> type[AnyMethod]:
+    """Register a method under its `name`; used as a class decorator."""
+    METHODS.add(method.name, method)
+    return method
+
+
+def typed_methods() -> str:
+    """All methods as they are typed, for help texts and errors."""
+    return ", ".join(method.typed for method in METHODS.values())
+
+
+def parse_method(text: str) -> Method:
+    """A method from its name and parameters.
+
+    >>> parse_method("ema:0.999")
+    Ema(decay=0.999)
+    """
+    name, *words = text.split(":")
+    method = METHODS.find(name)
+    try:
+        return method(*map(float, words))
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"method {text!r}: write it as {method.typed}") from None

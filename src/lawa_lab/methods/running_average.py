@@ -1,0 +1,122 @@
+"""A running average of the weights on the model's device: EMA, SWA and their relatives."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_lawa.errors import NotReadyError, StateError
+from torch_lawa.shards import local, reshard
+
+__all__ = ["RunningAverage"]
+
+
+class RunningAverage:
+    """After every step, moves the average towards the weights by a share `weight(step)`.
+
+    It implements the library's `Averager` protocol. A constant share is an EMA, `1 / step` the mean
+    of all steps. The first step copies the weights. Floating-point parameters are averaged, in
+    their own dtype as in `torch.optim.swa_utils`; everything else, BatchNorm statistics included,
+    is the model's own.
+
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> average = RunningAverage(model, lambda step: 1 / step, kind="mean")
+    >>> for value in (1.0, 2.0, 6.0):
+    ...     _ = model.weight.data.fill_(value)
+    ...     _ = average.step(model)
+    >>> with average.swapped_into(model):
+    ...     model.weight.item()
+    3.0
+    """
+
+    def __init__(self, model: nn.Module, weight: Callable[[int], float], *, kind: str) -> None:
+        self._weight, self._kind = weight, kind
+        # Allocated now, so that a sharded checkpoint can be loaded before the first step.
+        self._average = {name: tensor.clone() for name, tensor in _averaged(model).items()}
+        self._num_steps = 0
+
+    @property
+    def kind(self) -> str:
+        """The method with its parameters, such as "ema:0.999"."""
+        return self._kind
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step has been counted."""
+        return self._num_steps > 0
+
+    @torch.no_grad()
+    def collect(self, model: nn.Module, *, step: int | None = None) -> None:
+        """Move the average towards the model's weights."""
+        self._num_steps += 1
+        average, weights = self._pairs(model)
+        share = 1.0 if self._num_steps == 1 else self._weight(self._num_steps)
+        if share == 1.0:
+            torch._foreach_copy_(average, weights)
+        else:
+            torch._foreach_lerp_(average, weights, share)
+
+    def step(self, model: nn.Module, *, loss: float | None = None) -> bool:
+        """Count one optimizer step; every one of them is averaged."""
+        self.collect(model)
+        return True
+
+    @contextlib.contextmanager
+    def swapped_into(self, model: nn.Module) -> Iterator[None]:
+        """Swap the average into the model; weights and buffers are restored on any exit."""
+        self._require_ready()
+        average, weights = self._pairs(model)
+        buffers = [local(buffer) for buffer in model.buffers()]
+        kept = [tensor.clone() for tensor in (*weights, *buffers)]
+        try:
+            with torch.no_grad():
+                torch._foreach_copy_(weights, average)
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, own in zip((*weights, *buffers), kept, strict=True):
+                    tensor.copy_(own)
+
+    def average(self) -> dict[str, Tensor]:
+        """A copy of the averaged parameters."""
+        self._require_ready()
+        return {name: tensor.clone() for name, tensor in self._average.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The average and the number of steps."""
+        return {"average": dict(self._average), "num_steps": self._num_steps}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved state."""
+        saved: Mapping[str, Tensor] = state.get("average", {})
+        shapes = {name: tensor.shape for name, tensor in self._average.items()}
+        if {name: tensor.shape for name, tensor in saved.items()} != shapes:
+            raise StateError(
+                f"the saved state of {self._kind} is of other parameters than the model's: build "
+                "the model as it was when the state was saved."
+            )
+        for name, tensor in self._average.items():
+            local(tensor).copy_(local(saved[name]))
+        self._num_steps = int(state["num_steps"])
+
+    def _pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+        weights = _averaged(model)
+        pairs = [(local(self._average[name]), local(weights[name])) for name in self._average]
+        return [average for average, _ in pairs], [weight for _, weight in pairs]
+
+    def _require_ready(self) -> None:
+        if not self.ready:
+            raise NotReadyError(f"{self._kind}: no step has been averaged yet; call step() first.")
+
+
+def _averaged(model: nn.Module) -> dict[str, Tensor]:
+    """Every floating-point parameter once, also if it is tied."""
+    reshard(model)  # FSDP2 may leave parameters gathered after a forward pass
+    return {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point()
+    }

@@ -1,0 +1,167 @@
+"""The settings that all recipes share, with the help text and bounds of each.
+
+Pure Python, so that `lawa train RECIPE --help` answers at once. The defaults are the paper's
+values. Where the paper (sections 3 and B) says nothing, the value is that of the code it cites, and
+the help text says "Ours".
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+from lawa_lab.methods.registry import parse_method, typed_methods
+from torch_lawa.coefficients import parse_coefficients
+from torch_lawa.errors import ConfigError
+from torch_lawa.validation import one_of
+
+if TYPE_CHECKING:
+    from lawa_lab.recipes.task import Task, Worker
+
+__all__ = ["LearningRateSchedule", "OptimizerName", "TrainConfig", "setting"]
+
+OptimizerName = Literal["sgd", "adam", "adamw"]
+LearningRateSchedule = Literal["cosine", "linear", "constant"]
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A field of a configuration: its default, help text and bounds.
+
+    Without a `minimum`, an int must be at least 1 and a float above 0. A subclass that assigns a
+    plain default (`epochs: int = 90`) inherits the help text and the bounds.
+    """
+    bounds = {"minimum": minimum, "maximum": maximum, "below": below}
+    return field(default=default, metadata={"help": help, **bounds})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What all recipes have in common; each sets its own defaults."""
+
+    recipe: ClassVar[str]
+    about: ClassVar[str]
+    # What `--smoke` changes: seconds on a CPU, with synthetic data.
+    smoke_values: ClassVar[dict[str, Any]]
+    num_threads: ClassVar[int | None] = None  # on a CPU; None: PyTorch's default
+
+    epochs: int = setting(200, "Passes over the training data.")
+    batch_size: int = setting(256, "Examples per step, over all processes.")
+    micro_batch_size: int | None = setting(
+        None,
+        "Examples per forward pass of one process; gradients are accumulated over the step "
+        "[default: the process's whole share of the batch].",
+    )
+    optimizer: OptimizerName = setting("sgd", "Optimizer.")
+    learning_rate: float = setting(0.1, "Peak learning rate.")
+    schedule: LearningRateSchedule = setting(
+        "cosine", "Learning-rate schedule after the warm-up; cosine and linear decay to 0."
+    )
+    warmup_steps: int = setting(0, "Steps of linear warm-up from 0.", minimum=0)
+    weight_decay: float = setting(5e-4, "Weight decay.", minimum=0)
+    momentum: float = setting(0.9, "SGD's momentum, or Adam's beta1.", minimum=0, below=1)
+    beta2: float = setting(0.999, "Adam's beta2.", below=1)
+    epsilon: float = setting(1e-8, "Adam's epsilon.")
+    clip_norm: float | None = setting(None, "Clip the gradient norm to this value.")
+    lookahead: bool = setting(False, "Wrap the optimizer in Lookahead.")
+    lookahead_alpha: float = setting(0.8, "Lookahead's step size for the slow weights.", maximum=1)
+    lookahead_k: int = setting(5, "Optimizer steps per update of Lookahead's slow weights.")
+
+    nu: int | None = setting(None, "Take a snapshot every NU steps [default: after each epoch].")
+    ks: tuple[int, ...] = setting(
+        (6, 10), "Window sizes to evaluate; reports put the first one first."
+    )
+    coefficients: tuple[str, ...] = setting(
+        ("uniform",), "Coefficient rules to evaluate, such as uniform,exponential:0.9."
+    )
+    batch_norm: tuple[str, ...] = setting(
+        ("re-estimated",), "BatchNorm statistics of an average: re-estimated, copied, or both."
+    )
+    batch_norm_batches: int = setting(
+        20, "Number of training batches used to re-estimate BatchNorm statistics."
+    )
+    methods: tuple[str, ...] = setting(
+        (),
+        "Averaging methods to evaluate beside the window, such as ema:0.99,ema:0.999. Available: "
+        f"{typed_methods()}.",
+    )
+    evaluate_every: int = setting(1, "Evaluate after every N-th snapshot, and after the last step.")
+    variants_every: int = setting(
+        1, "Evaluate averages other than the first only at every N-th evaluation, and the last."
+    )
+
+    def make_task(self, data: Path | None, *, seed: int, worker: "Worker", smoke: bool) -> "Task":
+        """Load the data (from the folder `data`, or synthetic for a smoke run) and build the task.
+
+        Import torch and data libraries inside this method.
+        """
+        raise NotImplementedError
+
+    def __post_init__(self) -> None:
+        for name, metadata in self.settings().items():
+            _check(name, getattr(self, name), metadata)
+        if min(self.ks, default=0) < 1 or len(set(self.ks)) != len(self.ks):
+            raise ConfigError(
+                f"ks={list(self.ks)}: give distinct whole numbers of at least 1, such as 6,10"
+            )
+        if not self.coefficients or not self.batch_norm:
+            raise ConfigError("coefficients and batch_norm: give at least one of each")
+        for rule in self.coefficients:
+            parse_coefficients(rule)
+        if len({str(parse_method(text)) for text in self.methods}) != len(self.methods):
+            raise ConfigError(f"methods={','.join(self.methods)}: name each method once")
+        for policy in self.batch_norm:
+            one_of("batch_norm", policy, ("re-estimated", "copied"))
+        one_of("optimizer", self.optimizer, get_args(OptimizerName))
+        one_of("schedule", self.schedule, get_args(LearningRateSchedule))
+
+    @classmethod
+    def settings(cls) -> dict[str, Mapping[str, Any]]:
+        """Help text and bounds of every field, in order."""
+        return {item.name: _metadata(cls, item.name) for item in dataclasses.fields(cls)}
+
+    def smoke(self) -> "TrainConfig":
+        """The same recipe in seconds, to check that it runs."""
+        return dataclasses.replace(self, **self.smoke_values)
+
+    @property
+    def run_name(self) -> str:
+        """The name of the run in reports, which distinguishes runs of one recipe."""
+        inner = f"lookahead({self.optimizer})" if self.lookahead else self.optimizer
+        return inner if self.schedule == type(self).schedule else f"{inner}, {self.schedule} rate"
+
+
+def _metadata(cls: type[TrainConfig], name: str) -> Mapping[str, Any]:
+    """That of the field, or of the one whose default it replaces."""
+    for base in cls.__mro__:
+        item = vars(base).get("__dataclass_fields__", {}).get(name)
+        if item is not None and item.metadata:
+            found: Mapping[str, Any] = item.metadata
+            return found
+    raise TypeError(f"{cls.__name__}.{name}: give the field a help text with setting()")
+
+
+def _check(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    minimum, maximum, below = (bounds[end] for end in ("minimum", "maximum", "below"))
+    if minimum is None and isinstance(value, int):
+        minimum = 1
+    if not math.isfinite(value):
+        raise ConfigError(f"{name}={value}: must be a finite number")
+    if minimum is not None and value < minimum:
+        raise ConfigError(f"{name}={value}: must be at least {minimum}")
+    if minimum is None and value <= 0:
+        raise ConfigError(f"{name}={value}: must be positive")
+    if below is not None and value >= below:
+        raise ConfigError(f"{name}={value}: must be below {below}")
+    if maximum is not None and value > maximum:
+        raise ConfigError(f"{name}={value}: must be at most {maximum}")

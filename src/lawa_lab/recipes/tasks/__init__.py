@@ -1,0 +1,1 @@
+"""Tasks of the recipes: data, model, loss and evaluation behind the protocol `Task`."""

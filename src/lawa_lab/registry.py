@@ -1,0 +1,62 @@
+"""Tables whose entries register themselves: one module per entry, no list to edit."""
+
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+from torch_lawa.errors import ConfigError
+
+__all__ = ["Registry"]
+
+Entry = TypeVar("Entry")
+
+
+class Registry(Mapping[str, Entry]):
+    """Entries by name: those of a package's modules, imported on first use, and any added later.
+
+    The modules are imported for `--help`, so they must not import torch or a data library at the
+    top.
+
+    >>> colours: Registry[int] = Registry("colour")
+    >>> colours.add("red", 1)
+    >>> colours.find("blue")
+    Traceback (most recent call last):
+    torch_lawa.errors.ConfigError: there is no colour 'blue': choose from red
+    """
+
+    def __init__(self, kind: str, package: str | None = None) -> None:
+        self._kind, self._package = kind, package
+        self._entries: dict[str, Entry] = {}
+
+    def add(self, name: str, entry: Entry) -> None:
+        """Register an entry; a name can be taken only once."""
+        if name in self._entries:
+            raise ConfigError(f"the {self._kind} {name!r} is registered already")
+        self._entries[name] = entry
+
+    def remove(self, name: str) -> None:
+        """Undo `add`."""
+        del self._entries[name]
+
+    def find(self, name: str) -> Entry:
+        """The entry of that name; the error lists the names that exist."""
+        if name not in self:
+            raise ConfigError(f"there is no {self._kind} {name!r}: choose from {', '.join(self)}")
+        return self[name]
+
+    def __getitem__(self, name: str) -> Entry:
+        return self._loaded()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._loaded())
+
+    def __len__(self) -> int:
+        return len(self._loaded())
+
+    def _loaded(self) -> dict[str, Entry]:
+        if self._package is not None:
+            package, self._package = importlib.import_module(self._package), None
+            for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+                importlib.import_module(module.name)
+        return self._entries
