@@ -358,14 +358,14 @@ def test_other_methods_stand_beside_the_window(tmp_path: Path, lawa: Lawa, metri
 
 
 def test_a_new_figure_is_one_entry_of_the_table(tmp_path: Path, lawa: Lawa, metrics: Path) -> None:
-    from lawa_lab.report.figures import FIGURES, figure
+    from lawa_lab.report.figures import FIGURES, register_figure
     from lawa_lab.report.figures.axes import Panel
     from lawa_lab.report.figures.scene import Scene
     from lawa_lab.report.runs import Run
 
     try:
 
-        @figure(
+        @register_figure(
             "final", "A new figure", "Its caption.", sentence=lambda scene, run: f"Of {run.name}."
         )
         def _(scene: Scene, run: Run) -> list[Panel]:
