@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_lawa import DiskStore, LatestWeightAverager
 from torch_lawa.errors import StoreError
 from torch_lawa.stores.disk_manifest import Manifest, Mark
-from torch_lawa.stores.disk_ranks import Ranks, Report, agree
+from torch_lawa.stores.disk_ranks import RankContents, Ranks, agree
 
 Values = dict[str, Tensor]
 
@@ -24,9 +24,11 @@ def marks(*indices: int, run: int = 1) -> tuple[Mark, ...]:
     return tuple(Mark(run, index, index + 1) for index in indices)
 
 
-def report(*indices: int, began: int = 1, age: int = 100, ends: int = 3, run: int = 1) -> Report:
+def report(
+    *indices: int, began: int = 1, age: int = 100, ends: int = 3, run: int = 1
+) -> RankContents:
     held = marks(*indices, run=run)
-    return Report(run, began, age, held, frozenset(held[-ends:]))
+    return RankContents(run, began, age, held, frozenset(held[-ends:]))
 
 
 def test_the_newest_end_that_all_have_and_the_snapshots_before_it() -> None:
@@ -38,7 +40,7 @@ def test_the_newest_end_that_all_have_and_the_snapshots_before_it() -> None:
 
 
 def test_snapshots_that_were_taken_again_are_others() -> None:
-    again = Report(2, 1, 9, (*marks(3, 4), *marks(5, run=2)), frozenset(marks(4)))
+    again = RankContents(2, 1, 9, (*marks(3, 4), *marks(5, run=2)), frozenset(marks(4)))
     agreed = agree([report(3, 4, 5), again], Path("window"))
     assert agreed.snapshots == frozenset(marks(3, 4))
     assert agreed.run == 3
@@ -84,8 +86,8 @@ class Cluster:
             )
             self.averagers.append(averager)
 
-    def report(self, rank: int) -> Report:
-        return Report.of(Manifest.read(Ranks(rank, 2).folder(self.root)))
+    def report(self, rank: int) -> RankContents:
+        return RankContents.of(Manifest.read(Ranks(rank, 2).folder(self.root)))
 
     def collect(self, ranks: tuple[int, ...]) -> None:
         step = self.timeline[-1][0] + 1 if self.timeline else 1

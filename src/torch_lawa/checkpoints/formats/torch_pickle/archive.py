@@ -33,7 +33,7 @@ def load_archive(
     Tensors become `StoredTensor` or `UnusableTensor`; dicts, lists and plain values stay what they
     are; anything else becomes a `Record`.
     """
-    section = _Section(source, begin, source.size if end is None else end)
+    section = _ArchiveSection(source, begin, source.size if end is None else end)
     _check_kind(section, location)
     entries = _read_directory(section, location)
 
@@ -62,7 +62,7 @@ def load_archive(
     return load_pickle(content("data.pkl"), location, MAKERS, load_storage)
 
 
-class _Section(ByteSource):
+class _ArchiveSection(ByteSource):
     """A range of a source; its first and last bytes, where a zip is described, are fetched once."""
 
     def __init__(self, source: ByteSource, begin: int, end: int) -> None:
@@ -137,7 +137,7 @@ class _EntryData:
         return self._source.view(start + begin, start + end)
 
 
-def _check_kind(section: _Section, location: Location) -> None:
+def _check_kind(section: _ArchiveSection, location: Location) -> None:
     head = section.view(0, min(512, section.size)).tobytes()
     if head.startswith(b"PK\3\4"):
         return
@@ -151,7 +151,7 @@ def _check_kind(section: _Section, location: Location) -> None:
     )
 
 
-def _read_directory(section: _Section, location: Location) -> dict[str, _Entry]:
+def _read_directory(section: _ArchiveSection, location: Location) -> dict[str, _Entry]:
     """Every entry, by its name within the only folder of the archive."""
     try:
         with zipfile.ZipFile(SourceFile(section)) as archive:
