@@ -24,7 +24,7 @@ def marks(*indices: int, run: int = 1) -> tuple[Mark, ...]:
     return tuple(Mark(run, index, index + 1) for index in indices)
 
 
-def report(
+def contents(
     *indices: int, began: int = 1, age: int = 100, ends: int = 3, run: int = 1
 ) -> RankContents:
     held = marks(*indices, run=run)
@@ -32,36 +32,36 @@ def report(
 
 
 def test_the_newest_end_that_all_have_and_the_snapshots_before_it() -> None:
-    agreed = agree([report(3, 4, 5, 6, 7), report(1, 2, 3, 4, 5)], Path("window"))
+    agreed = agree([contents(3, 4, 5, 6, 7), contents(1, 2, 3, 4, 5)], Path("window"))
     assert agreed.snapshots == frozenset(marks(3, 4, 5))
     assert agreed.run == 2
-    with_a_hole = agree([report(3, 4, 5, 6, 7), report(2, 3, 5, 6)], Path("window"))
+    with_a_hole = agree([contents(3, 4, 5, 6, 7), contents(2, 3, 5, 6)], Path("window"))
     assert with_a_hole.snapshots == frozenset(marks(3, 5, 6))
 
 
 def test_snapshots_that_were_taken_again_are_others() -> None:
     again = RankContents(2, 1, 9, (*marks(3, 4), *marks(5, run=2)), frozenset(marks(4)))
-    agreed = agree([report(3, 4, 5), again], Path("window"))
+    agreed = agree([contents(3, 4, 5), again], Path("window"))
     assert agreed.snapshots == frozenset(marks(3, 4))
     assert agreed.run == 3
 
 
 def test_ranks_too_far_apart_are_refused() -> None:
     with pytest.raises(StoreError, match=r"rank 0: steps 4 to 9, rank 1: steps 3 to 6"):
-        agree([report(3, 4, 5, 6, 7, 8), report(2, 3, 4, 5)], Path("window"))
+        agree([contents(3, 4, 5, 6, 7, 8), contents(2, 3, 4, 5)], Path("window"))
     with pytest.raises(StoreError, match=r"rank 0: steps 4 to 6, rank 1: none"):
-        agree([report(3, 4, 5), report(began=0, age=0, run=0)], Path("window"))
+        agree([contents(3, 4, 5), contents(began=0, age=0, run=0)], Path("window"))
 
 
 def test_all_begin_anew_where_one_had() -> None:
-    for newer in (report(began=2, age=0, run=2), report(7, 8, began=2, age=2, run=2)):
-        assert not agree([report(3, 4, 5), newer], Path("window")).snapshots
-    assert not agree([report(0, 1, age=2), report(began=0, age=0)], Path("window")).snapshots
+    for newer in (contents(began=2, age=0, run=2), contents(7, 8, began=2, age=2, run=2)):
+        assert not agree([contents(3, 4, 5), newer], Path("window")).snapshots
+    assert not agree([contents(0, 1, age=2), contents(began=0, age=0)], Path("window")).snapshots
 
 
 def test_a_rank_in_trouble_stops_all() -> None:
     with pytest.raises(StoreError, match=r"rank 1 .*it is damaged"):
-        agree([report(3, 4, 5), "it is damaged"], Path("window"))
+        agree([contents(3, 4, 5), "it is damaged"], Path("window"))
 
 
 class Cluster:
@@ -86,7 +86,7 @@ class Cluster:
             )
             self.averagers.append(averager)
 
-    def report(self, rank: int) -> RankContents:
+    def contents(self, rank: int) -> RankContents:
         return RankContents.of(Manifest.read(Ranks(rank, 2).folder(self.root)))
 
     def collect(self, ranks: tuple[int, ...]) -> None:
