@@ -279,6 +279,7 @@ def test_a_run_without_averages_is_said_to_be_one(lawa: Lawa, metrics: Path) -> 
 
 def test_the_tables_need_no_torch(metrics: Path) -> None:
     assert run_without("torch", metrics).returncode == 0
+    assert run_without("torch", "--help").returncode == 0
 
 
 def test_a_bound_that_only_some_seeds_have_says_so(tmp_path: Path, lawa: Lawa) -> None:
