@@ -8,7 +8,7 @@ from support.ranks import free_port
 from support.training import rows_of, run, smoke_plan
 
 from lawa_lab.recipes.data.tokens import Tokens
-from lawa_lab.recipes.replay import RunEvaluator
+from lawa_lab.recipes.run_evaluator import RunEvaluator
 from lawa_lab.recipes.runtime import deterministic
 from lawa_lab.recipes.task import Worker, seeded
 from lawa_lab.recipes.tasks.masked_language import MaskedLanguageTask

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torch_lawa.errors import NotReadyError, StateError
 from torch_lawa.shards import local, reshard
+from torch_lawa.swap import swapped
 
 __all__ = ["RunningAverage"]
 
@@ -68,16 +69,13 @@ class RunningAverage:
         """Swap the average into the model; weights and buffers are restored on any exit."""
         self._require_ready()
         average, weights = self._pairs(model)
-        buffers = [local(buffer) for buffer in model.buffers()]
-        kept = [tensor.clone() for tensor in (*weights, *buffers)]
-        try:
-            with torch.no_grad():
-                torch._foreach_copy_(weights, average)
+
+        @torch.no_grad()
+        def write() -> None:
+            torch._foreach_copy_(weights, average)
+
+        with swapped(model, dict(zip(self._average, weights, strict=True)), write):
             yield
-        finally:
-            with torch.no_grad():
-                for tensor, own in zip((*weights, *buffers), kept, strict=True):
-                    tensor.copy_(own)
 
     def average(self) -> dict[str, Tensor]:
         """A copy of the averaged parameters."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lawa_lab.recipes.loop import make_task, train
 from lawa_lab.recipes.optimizers import Lookahead, build_optimizer, learning_rate
 from lawa_lab.recipes.registry import RECIPES
-from lawa_lab.recipes.replay import RunEvaluator
+from lawa_lab.recipes.run_evaluator import RunEvaluator
 from lawa_lab.recipes.run_folder import RunFolder, RunPlan
 from lawa_lab.recipes.task import Worker
 from lawa_lab.recipes.trainer import Trainer

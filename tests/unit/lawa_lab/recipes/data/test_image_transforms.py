@@ -91,7 +91,7 @@ def test_what_cannot_be_decoded_is_named(tmp_path: Path, content: bytes | str) -
 
 def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(LawaError, match=r"pip install 'torch-lawa\[recipes\]'"):
+    with pytest.raises(LawaError, match=r"pip install 'torch-lawa\[lab\]'"):
         require_pillow()
 
 

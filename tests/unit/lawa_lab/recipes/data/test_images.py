@@ -124,13 +124,13 @@ def test_smoke_images_can_be_told_apart() -> None:
         ({"test_images": torch.zeros(6, 1, 8, 8, dtype=torch.uint8)}, r"test images: .*\(6, 1"),
         ({"test_labels": torch.zeros(5, dtype=torch.int64)}, r"test labels: .*\(5,\).*6 images"),
         ({"train_labels": torch.zeros(9, dtype=torch.int32)}, "train labels: torch.int32"),
-        ({"num_classes": 2}, "train labels: from 0 to 2, with 2 classes"),
+        ({"num_classes": 2}, "train labels: from 0 to 2 with 2 classes"),
         (
             {
                 "test_images": torch.zeros(0, 3, 8, 8, dtype=torch.uint8),
                 "test_labels": torch.zeros(0, dtype=torch.int64),
             },
-            "test images: there are none",
+            "test images: .*empty",
         ),
     ],
 )

@@ -248,7 +248,7 @@ def test_text_of_a_folder_is_used_and_its_tokens_are_kept(
 def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="Merity"):
         CONFIG.make_task(tmp_path, seed=0, worker=Worker(), smoke=False)
-    with pytest.raises(DataError, match=r"21 sequences of 18 tokens .* a step takes 22"):
+    with pytest.raises(DataError, match=r"21 sequences of 18 tokens .* one step needs 22"):
         make(batch_size=22)
     with pytest.raises(DataError, match="0 held out"):
         make(sequence_length=200, batch_size=1)
