@@ -77,7 +77,7 @@ class Cluster:
     def start(self) -> None:
         self.averagers: list[LatestWeightAverager] = []
         # What each would send, before anyone goes on: that is what a collective gives.
-        sent = [self.report(rank) for rank in range(2)]
+        sent = [self.contents(rank) for rank in range(2)]
         self.patch.setattr(Ranks, "exchange", lambda ranks, mine: sent)
         for rank in range(2):
             self.patch.setattr(Ranks, "now", staticmethod(lambda rank=rank: Ranks(rank, 2)))
@@ -213,10 +213,10 @@ def test_a_loaded_window_can_only_end_with_its_newest(cluster: Callable[[], Clus
     for _ in range(5):
         run.collect((0, 1))
     run.averagers[0].load_state_dict(deepcopy(run.averagers[0].state_dict()))
-    found = run.report(0)
+    found = run.contents(0)
     assert [mark.step for mark in found.held] == [3, 4, 5]
     assert [mark.step for mark in found.ends] == [5]
-    assert {mark.run for mark in found.held} == {run.report(1).run + 1}
+    assert {mark.run for mark in found.held} == {run.contents(1).run + 1}
 
 
 @pytest.mark.parametrize("behind", [0, 1])
