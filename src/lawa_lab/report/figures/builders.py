@@ -24,6 +24,7 @@ from lawa_lab.report.words import (
     seen_at_targets,
     seen_in_windows,
 )
+from torch_lawa.errors import ConfigError
 
 __all__ = ["FIGURES", "FigureKind", "register_figure"]
 
@@ -51,7 +52,9 @@ FIGURES: dict[str, FigureKind] = {}  # in the order of the page
 def register_figure(
     name: str, heading: str, caption: str, *, sentence: Say | None = None, all_runs: bool = False
 ) -> Callable[[Build], Build]:
-    """Add a figure to the table."""
+    """Add a figure to the table; used as a decorator of the function that builds its panels."""
+    if name in FIGURES:
+        raise ConfigError(f"a figure named {name!r} is registered already: choose another name.")
 
     def add(panels: Build) -> Build:
         FIGURES[name] = FigureKind(
