@@ -1,6 +1,6 @@
 """Digits with Accelerate: average after each epoch, save and resume with its checkpoints.
 
-pip install 'torch-lawa[recipes,accelerate]' && python examples/accelerate_digits.py
+pip install 'torch-lawa[lab,accelerate]' && python examples/accelerate_digits.py
 torchrun --nproc-per-node 2 examples/accelerate_digits.py
 """
 

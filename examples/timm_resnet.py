@@ -1,6 +1,6 @@
 """A timm ResNet on scikit-learn's digits, averaged and saved as a checkpoint that timm reads.
 
-pip install 'torch-lawa[recipes]' timm && python examples/timm_resnet.py
+pip install 'torch-lawa[lab]' timm && python examples/timm_resnet.py
 """
 
 import timm

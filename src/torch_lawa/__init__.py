@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from torch_lawa.coefficients import Exponential as Exponential
     from torch_lawa.coefficients import Uniform as Uniform
     from torch_lawa.coefficients import Weights as Weights
-    from torch_lawa.coefficients import coefficient_rule as coefficient_rule
+    from torch_lawa.coefficients import register_coefficients as register_coefficients
     from torch_lawa.evaluation import evaluate_side_by_side as evaluate_side_by_side
     from torch_lawa.integrations.torch_swa import from_averaged_model as from_averaged_model
     from torch_lawa.integrations.torch_swa import to_averaged_model as to_averaged_model
@@ -40,6 +40,8 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from torch_lawa.offline import watch_run as watch_run
     from torch_lawa.schedule import Every as Every
     from torch_lawa.schedule import OnPlateau as OnPlateau
+    from torch_lawa.schedule import Schedule as Schedule
+    from torch_lawa.schedule import register_schedule as register_schedule
     from torch_lawa.stores.disk import DiskStore as DiskStore
 
 _PUBLIC = {
@@ -52,7 +54,7 @@ _PUBLIC = {
         "Exponential",
         "Uniform",
         "Weights",
-        "coefficient_rule",
+        "register_coefficients",
     ),
     "evaluation": ("evaluate_side_by_side",),
     "integrations.torch_swa": ("from_averaged_model", "to_averaged_model"),
@@ -69,7 +71,7 @@ _PUBLIC = {
         "sweep_checkpoints",
         "watch_run",
     ),
-    "schedule": ("Every", "OnPlateau"),
+    "schedule": ("Every", "OnPlateau", "Schedule", "register_schedule"),
     "stores.disk": ("DiskStore",),
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}

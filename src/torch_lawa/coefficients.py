@@ -4,8 +4,8 @@ A rule maps a window of n snapshots to numerators and a divisor; the mean is
 `sum(numerator_i * theta_i) / divisor`. Keeping the division separate makes the uniform mean exact:
 the sum is exact, and only the division rounds.
 
-To add a rule, decorate its class with `coefficient_rule`. Parsing, names in result files, `--help`
-and error messages follow from that one entry.
+To add a rule, decorate its class with `register_coefficients`. Parsing, names in result files,
+`--help` and error messages follow from that one entry.
 """
 
 import math
@@ -23,10 +23,10 @@ __all__ = [
     "Exponential",
     "Uniform",
     "Weights",
-    "coefficient_rule",
     "coefficients_help",
     "name_coefficients",
     "parse_coefficients",
+    "register_coefficients",
 ]
 
 AnnealingCurve = Literal["linear", "1-sqrt", "cosine"]
@@ -89,10 +89,10 @@ class _Registered:
 _RULES: dict[str, _Registered] = {}
 
 
-def coefficient_rule(usage: str, help: str = "") -> Callable[[type[_Named]], type[_Named]]:
+def register_coefficients(usage: str, help: str = "") -> Callable[[type[_Named]], type[_Named]]:
     """Register a rule under the name that `usage` begins with, such as "exponential:ALPHA".
 
-    >>> @coefficient_rule("newest", "the newest snapshot alone")
+    >>> @register_coefficients("newest", "the newest snapshot alone")
     ... class Newest:
     ...     argument = ""
     ...     @classmethod
@@ -158,7 +158,7 @@ def parse_coefficients(text: str) -> Coefficients:
         ) from None
 
 
-@coefficient_rule("uniform")
+@register_coefficients("uniform")
 @dataclass(frozen=True)
 class Uniform:
     """The paper's LAWA: all k snapshots count the same.
@@ -184,7 +184,7 @@ class Uniform:
         return Weights((1.0,) * n, float(n))
 
 
-@coefficient_rule("exponential:ALPHA", "ALPHA is the weight of the newest snapshot")
+@register_coefficients("exponential:ALPHA", "ALPHA is the weight of the newest snapshot")
 @dataclass(frozen=True)
 class Exponential:
     """The paper's EXP (appendix C): `ema = alpha * newest + (1 - alpha) * ema`, oldest first.
@@ -224,7 +224,7 @@ class Exponential:
         return Weights((past ** (n - 1), *newer), 1.0)
 
 
-@coefficient_rule("explicit:W,W,...", "one weight per snapshot, oldest first")
+@register_coefficients("explicit:W,W,...", "one weight per snapshot, oldest first")
 @dataclass(frozen=True, init=False)
 class Explicit:
     """Weights that you choose, oldest snapshot first; they are divided by their sum.
@@ -275,7 +275,7 @@ class Explicit:
         return Weights(chosen, divisor)
 
 
-@coefficient_rule(
+@register_coefficients(
     f"annealing:{'|'.join(get_args(AnnealingCurve))}",
     "replaces a learning-rate decay of that shape",
 )

@@ -48,7 +48,15 @@ __all__ = [
 
 
 class Schedule(abc.ABC):
-    """Decides at which steps a snapshot is taken. A subclass is a dataclass with a `due` method."""
+    """Decides at which steps a snapshot is taken. A subclass is a dataclass with a `due` method.
+
+    >>> @dataclass
+    ... class PowersOfTwo(Schedule):
+    ...     def due(self, step: int, loss: float | None = None) -> bool:
+    ...         return step & (step - 1) == 0
+    >>> [step for step in range(1, 20) if PowersOfTwo().due(step)]
+    [1, 2, 4, 8, 16]
+    """
 
     needs_loss: ClassVar[bool] = False
     """Whether `due` needs the validation loss; the integrations then ask after each validation."""
@@ -122,7 +130,19 @@ _Class = TypeVar("_Class", bound=type[Schedule])
 
 
 def register_schedule(name: str, help: str) -> Callable[[_Class], _Class]:
-    """Class decorator: adds a dataclass to `SCHEDULES`, so that `parse_schedule` finds it."""
+    """Class decorator: adds a dataclass to `SCHEDULES`, so that `parse_schedule` finds it.
+
+    >>> @register_schedule("late", "every step after the first SKIPPED")
+    ... @dataclass
+    ... class Late(Schedule):
+    ...     skipped: int = 0
+    ...
+    ...     def due(self, step: int, loss: float | None = None) -> bool:
+    ...         return step > self.skipped
+    >>> parse_schedule("late:100")
+    Late(skipped=100)
+    >>> del SCHEDULES["late"]
+    """
     if name in SCHEDULES:
         raise ConfigError(f"a schedule named {name!r} is registered already: choose another name.")
 

@@ -279,6 +279,7 @@ def test_a_run_without_averages_is_said_to_be_one(lawa: Lawa, metrics: Path) -> 
 
 def test_the_tables_need_no_torch(metrics: Path) -> None:
     assert run_without("torch", metrics).returncode == 0
+    assert run_without("torch", "--help").returncode == 0
 
 
 def test_a_bound_that_only_some_seeds_have_says_so(tmp_path: Path, lawa: Lawa) -> None:
@@ -358,14 +359,14 @@ def test_other_methods_stand_beside_the_window(tmp_path: Path, lawa: Lawa, metri
 
 
 def test_a_new_figure_is_one_entry_of_the_table(tmp_path: Path, lawa: Lawa, metrics: Path) -> None:
-    from lawa_lab.report.figures import FIGURES, figure
+    from lawa_lab.report.figures import FIGURES, register_figure
     from lawa_lab.report.figures.axes import Panel
     from lawa_lab.report.figures.scene import Scene
     from lawa_lab.report.runs import Run
 
     try:
 
-        @figure(
+        @register_figure(
             "final", "A new figure", "Its caption.", sentence=lambda scene, run: f"Of {run.name}."
         )
         def _(scene: Scene, run: Run) -> list[Panel]:

@@ -337,7 +337,7 @@ def test_one_failure_is_everybodys(pair: tuple[Path, Any]) -> None:
     for told in (first, second):
         assert told["k is too large"].startswith("ConfigError")
         assert told["a pipeline"].startswith("LayoutError: rank 1 has other tensors")
-        assert told["partial"].startswith("LayoutError: tensor 'sum' is a sum that was not made")
+        assert told["partial"].startswith("LayoutError: tensor 'sum' is a partial sum")
         assert told["unseen"].startswith("StateError: the averager was loaded")
         assert told["seen"] == told["replaced"] == "nothing"
     assert "exists already" in first["exists"]

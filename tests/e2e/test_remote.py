@@ -181,12 +181,12 @@ def test_what_is_not_there(run: tuple[str, list[State]], lawa: Lawa, tmp_path: P
     assert "no checkpoint matches this pattern" in said
     for location in ("s3://no-such-bucket/run", "s3://no-such-bucket", "s3://no-such-bucket/a*.pt"):
         said = complaint(lawa, "average", location, "--last", 2, "-o", out)
-        assert f"{location}: there is no bucket s3://no-such-bucket here" in said
+        assert f"{location}: the bucket s3://no-such-bucket does not exist" in said
         assert "AWS_ENDPOINT_URL" in said
     # Known before anything is averaged.
     said = complaint(lawa, "average", f"{url}/run", "--last", 2, "-o", "s3://no-such-bucket/out",
                      "--dry-run")  # fmt: skip
-    assert "there is no bucket s3://no-such-bucket here" in said
+    assert "the bucket s3://no-such-bucket does not exist" in said
 
 
 def test_without_credentials(
@@ -196,7 +196,7 @@ def test_without_credentials(
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     s3fs.S3FileSystem.clear_instance_cache()
     said = complaint(lawa, "inspect", f"{run[0]}/run")
-    assert f"{run[0]}/run: no credentials for it" in said
+    assert f"{run[0]}/run: no credentials" in said
     assert "AWS_ACCESS_KEY_ID" in said
 
 
@@ -205,7 +205,7 @@ def test_what_is_not_allowed(
 ) -> None:
     monkeypatch.setitem(fsspec.config.conf, "s3", {"anon": True})  # FSSPEC_S3_ANON=true
     said = complaint(lawa, "inspect", f"{run[0]}/run")
-    assert "the server does not allow it" in said
+    assert "permission denied" in said
     assert f"{run[0]}/run/step_" in said
 
 
@@ -233,5 +233,5 @@ def test_the_server_goes_away(
     said = complaint(lawa, *words)
     assert "the server cannot be reached" in said
     assert "s3://gone/run/step_" in said
-    assert "run it again" in said
+    assert "try again" in said
     assert list(tmp_path.iterdir()) == []

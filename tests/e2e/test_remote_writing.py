@@ -74,7 +74,7 @@ def test_a_failed_upload_leaves_nothing(
     words = ("average", f"s3://{bucket}/a/checkpoint-1", "-o", f"s3://{bucket}/out")
     code, _, complained = lawa(*words)
     assert code == 1
-    assert "the server failed (OSError: Internal Error). Run it again. It was not written" in (
+    assert "the server failed (OSError: Internal Error). Try again. The file was not written" in (
         complained
     )
     assert len(done) == uploads

@@ -53,5 +53,5 @@ def write_zip(
 
 
 def patched(data: bytes, at: int, new: bytes) -> bytes:
-    """With other bytes at a location."""
+    """The data with other bytes from `at` on."""
     return data[:at] + new + data[at + len(new) :]

@@ -4,7 +4,10 @@ __all__ = ["VERBS"]
 
 VERBS = {
     "demo": ("lawa_lab.cli.demo", "Train a small network and show what averaging saves."),
-    "train": ("lawa_lab.cli.train", "Train a recipe with averaging inside."),
+    "train": (
+        "lawa_lab.cli.train",
+        "Train a recipe and evaluate averaged weights beside the raw ones.",
+    ),
     "report": (
         "lawa_lab.cli.report",
         "Show what averaging saved, as tables, figures and one page.",

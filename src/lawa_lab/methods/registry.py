@@ -5,6 +5,7 @@ parameters, with a `build` that returns an `Averager`, decorated with `register_
 as its name and its parameters, separated by colons: `ema:0.999`.
 """
 
+import abc
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
@@ -20,7 +21,7 @@ __all__ = ["METHODS", "Method", "parse_method", "register_method", "typed_method
 
 
 @dataclasses.dataclass(frozen=True)
-class Method:
+class Method(abc.ABC):
     """One averaging method and its parameters; every field is a number."""
 
     name: ClassVar[str]
@@ -35,12 +36,12 @@ class Method:
     def __str__(self) -> str:
         return f"{self.name}:{self.parameters}" if self.parameters else self.name
 
+    @abc.abstractmethod
     def build(self, model: "nn.Module") -> "Averager":
         """The averager of a model; `step` is called after every optimizer step.
 
         Its `kind` is `str(self)`. Import torch inside this method.
         """
-        raise NotImplementedError
 
 
 METHODS: Registry[type[Method]] = Registry("method", "lawa_lab.methods.catalog")

@@ -5,6 +5,7 @@ values. Where the paper (sections 3 and B) says nothing, the value is that of th
 the help text says "Ours".
 """
 
+import abc
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -44,7 +45,7 @@ def setting(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(abc.ABC):
     """What all recipes have in common; each sets its own defaults."""
 
     recipe: ClassVar[str]
@@ -98,12 +99,12 @@ class TrainConfig:
         1, "Evaluate averages other than the first only at every N-th evaluation, and the last."
     )
 
+    @abc.abstractmethod
     def make_task(self, data: Path | None, *, seed: int, worker: "Worker", smoke: bool) -> "Task":
         """Load the data (from the folder `data`, or synthetic for a smoke run) and build the task.
 
         Import torch and data libraries inside this method.
         """
-        raise NotImplementedError
 
     def __post_init__(self) -> None:
         for name, metadata in self.settings().items():

@@ -111,8 +111,8 @@ def build_optimizer(
 def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
     """The learning rate of a step (from 0): linear warm-up, then the schedule.
 
-    >>> from lawa_lab.recipes.config import TrainConfig
-    >>> config = TrainConfig(learning_rate=1.0, schedule="linear", warmup_steps=2)
+    >>> from lawa_lab.recipes.registry import find_recipe
+    >>> config = find_recipe("digits")(learning_rate=1.0, schedule="linear", warmup_steps=2)
     >>> [learning_rate(config, step, 6) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """

@@ -1,1 +1,1 @@
-"""Bytes to named tensors and back."""
+"""Checkpoints on disk or on a server: finding, reading and writing them."""

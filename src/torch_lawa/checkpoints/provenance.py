@@ -1,4 +1,4 @@
-"""How an average came about, as it is noted inside it."""
+"""The provenance of an average, which is stored in its metadata."""
 
 import json
 import os
@@ -10,11 +10,11 @@ from torch_lawa._version import __version__
 
 __all__ = ["PROVENANCE", "note_provenance", "provenance"]
 
-PROVENANCE = "torch_lawa"  # the key of the metadata that says how a result was made
+PROVENANCE = "torch_lawa"  # the key of the metadata
 
 
 def provenance(coefficients: str, inputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The rule and what went in, oldest first, with the version and the date."""
+    """Coefficients and inputs, oldest first, with the version and the date."""
     now = os.environ.get("SOURCE_DATE_EPOCH")
     date = datetime.fromtimestamp(int(now), UTC) if now else datetime.now(UTC)
     return {
@@ -28,5 +28,5 @@ def provenance(coefficients: str, inputs: Sequence[Mapping[str, Any]]) -> dict[s
 def note_provenance(
     made: Mapping[str, Any], metadata: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Metadata for safetensors files of PyTorch tensors, with `made` among it."""
+    """Metadata for safetensors files of PyTorch tensors, including the provenance `made`."""
     return {"format": "pt", **(metadata or {}), PROVENANCE: json.dumps(made)}

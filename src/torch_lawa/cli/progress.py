@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from torch_lawa.cli.signals import interruptible
-from torch_lawa.offline.engine import Meter, Stopped, Task
+from torch_lawa.offline.engine import BackgroundTask, Meter, Stopped
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +26,7 @@ def run_with_progress(act: Callable[[], _T], meter: Meter, title: str, *, shown:
     Ctrl-C, SIGTERM (a time limit) and SIGHUP (a closed terminal) stop it between two pieces, so
     that it removes its temporary files, which may be as large as the model.
     """
-    task = Task(act)
+    task = BackgroundTask(act)
     with interruptible():
         try:
             task.start()
@@ -64,7 +64,7 @@ def make_bar(
     )
 
 
-def _show(task: Task[_T], meter: Meter, title: str) -> None:
+def _show(task: BackgroundTask[_T], meter: Meter, title: str) -> None:
     from rich.console import Console
     from rich.progress import (
         DownloadColumn,

@@ -80,7 +80,7 @@ def command(
     """
     from torch_lawa.cli.ranks import require_one_process
     from torch_lawa.offline import watch_run
-    from torch_lawa.offline.engine import Task
+    from torch_lawa.offline.engine import BackgroundTask
 
     require_one_process("watching a run")
     broken_pipes: list[BrokenPipeError] = []
@@ -112,7 +112,7 @@ def command(
             )
 
         # In a thread, so that signals are handled at any time, also while the work holds a lock.
-        Task(work).start().result()
+        BackgroundTask(work).start().result()
     if broken_pipes:
         raise broken_pipes[0]
     if stop.requested:

@@ -1,6 +1,6 @@
-"""Averaged weights out of a running model, into a folder that `from_pretrained` loads.
+"""Export of averaged weights from a running model to a folder that `from_pretrained` loads.
 
-One tensor at a time: made where its shards lie, gathered, written, forgotten.
+One tensor at a time is averaged on the ranks that hold it, gathered, written and released.
 """
 
 from torch_lawa.export.exporter import export_average

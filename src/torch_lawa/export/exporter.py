@@ -1,4 +1,4 @@
-"""Carry out an export: every rank averages its shard, rank 0 writes the whole tensor."""
+"""Running an export: every rank averages its part of a tensor, rank 0 writes the whole tensor."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from torch_lawa.window import Window
 
 __all__ = ["export_average", "gather_tensor"]
 
-# Values are gathered as bits: no backend knows all dtypes, and all of them know these.
+# Values are gathered as bits: every backend supports these dtypes, none supports all dtypes.
 _BITS = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
 
 
@@ -31,8 +31,8 @@ def export_average(
 ) -> None:
     """Write what `plan_it` plans to `folder`. All ranks call it; if one fails, all raise.
 
-    A rank holds no more than its window, one tensor whole (twice while it is gathered) and what
-    the mean of its part of that tensor takes.
+    A rank needs memory for its window, for one whole tensor (twice while it is gathered) and for
+    averaging its part of that tensor.
     """
     ranks = FailTogether(per_process=window.per_process)
     if ranks.size > 1:
@@ -42,8 +42,8 @@ def export_average(
         plan = plan_it()
         if ranks.size > 1 and not window.seen:
             raise StateError(
-                "the averager was loaded and has seen no model since, so it cannot tell which "
-                "shards its tensors are: pass the model, or call averager.bind(model) first."
+                "the averager was loaded and has not seen a model since, so it does not know how "
+                "its tensors are sharded: pass the model, or call averager.bind(model) first."
             )
         _check_same(ranks.exchange("the plan of an export", plan.signature))
         writer = None
@@ -65,7 +65,7 @@ def export_average(
                 continue
             if writer is not None:
                 writer.write(tensor, whole)
-            del whole  # not two at a time
+            del whole  # before the next one is allocated
         if writer is not None:
             writer.finish()
         ranks.exchange("the end of writing")
@@ -86,7 +86,7 @@ def _check_same(signatures: Sequence[str]) -> None:
 
 
 def gather_tensor(part: Tensor, sharding: Sharding) -> Tensor:
-    """The whole tensor, on every process of the mesh."""
+    """The whole tensor, on every rank of the mesh."""
     bits = sharding.whole(part.view(_BITS[part.dtype.itemsize]))
     whole: Tensor = bits.full_tensor()  # type: ignore[attr-defined]
     return whole.view(part.dtype)
@@ -98,7 +98,7 @@ def _is_split(sharding: Sharding) -> bool:
 
 
 def _device(sharding: Sharding) -> torch.device:
-    """Where the mesh gathers; the snapshots may be in host memory."""
+    """The device on which the mesh gathers; the snapshots may be in host memory."""
     kind = sharding.mesh.device_type
     if kind == "cpu":
         return torch.device(kind)
@@ -107,5 +107,7 @@ def _device(sharding: Sharding) -> torch.device:
 
 def _local(folder: str | os.PathLike[str]) -> Path:
     if "://" in os.fspath(folder):
-        raise ConfigError(f"{os.fspath(folder)!r}: an export is written to a local folder.")
+        raise ConfigError(
+            f"{os.fspath(folder)!r}: exports are written to a local folder; give a path."
+        )
     return Path(folder)

@@ -1,7 +1,7 @@
-"""What goes beside the weights, and under which names they go: told by the model.
+"""The files beside exported weights, and the names of tensors in them, as the model defines them.
 
 Models of Transformers have a `config` that can save itself, adapters of PEFT a `peft_config`.
-Both are known by what they can do; neither library is imported.
+Both are recognised by these attributes; neither library is imported.
 """
 
 import json
@@ -21,15 +21,15 @@ from torch_lawa.shards import is_fsdp
 
 __all__ = ["HubFiles", "hub_files_for"]
 
-Sizes = Iterable[tuple[torch.dtype, int]]  # of every tensor written: its dtype, how many values
+Sizes = Iterable[tuple[torch.dtype, int]]  # dtype and number of values of every tensor
 
-# What an adapter of LoRA adds to a layer, by the names that PEFT gives it.
+# What LoRA adds to a layer, by PEFT's names.
 _LORA = r"lora_(?:embedding_)?[AB]"
 
 
 @dataclass(frozen=True)
 class HubFiles:
-    """The name of the weights' file, the names of tensors in it, and what is written beside it."""
+    """The stem of the weights' file, the names of tensors, and a function that writes the rest."""
 
     stem: str
     name_of: "TensorNames"
@@ -37,15 +37,15 @@ class HubFiles:
 
 
 class TensorNames:
-    """The name of a tensor in the file; None where it is not part of it."""
+    """The name of a tensor in the file; None if the file does not contain it."""
 
     def __call__(self, name: str, *, trained: bool) -> str | None:
-        """`trained` says that the tensor is averaged, so that leaving it out would lose it."""
+        """`trained` tensors are averaged, so that none of them may be left out."""
         return name
 
 
 class _InAdapter(TensorNames):
-    """As PEFT writes them: without the adapter's own name."""
+    """PEFT's names: without the name of the adapter."""
 
     def __init__(self, adapter: str) -> None:
         name = re.escape(adapter)
@@ -59,17 +59,19 @@ class _InAdapter(TensorNames):
             return found[1] + (found[2] or "")
         if trained:
             raise LayoutError(
-                f"tensor {name!r} is trained and no part of the LoRA adapter {self._adapter!r}: "
-                f"only adapters by themselves can be exported. {_BY_PEFT}"
+                f"tensor {name!r} is trained but not part of the LoRA adapter {self._adapter!r}; "
+                f"only the adapter itself can be exported. {_BY_PEFT}"
             )
         return None
 
 
-_BY_PEFT = "Let PEFT save it: with averager.swapped_into(model): model.save_pretrained(folder)."
+_BY_PEFT = (
+    "Let PEFT save the model: with averager.swapped_into(model): model.save_pretrained(folder)."
+)
 
 
 def hub_files_for(model: nn.Module | None) -> HubFiles:
-    """Of a model that may be wrapped, sharded or None."""
+    """The files for a model, which may be wrapped, sharded or None."""
     inside = unwrap(model) if model is not None else None
     adapters = getattr(inside, "peft_config", None)
     if inside is not None and adapters:
@@ -81,7 +83,7 @@ def hub_files_for(model: nn.Module | None) -> HubFiles:
 
 
 def _describe(model: Any, folder: Path, sizes: Sizes) -> None:
-    """Configurations as the model would save them itself, without changing it."""
+    """Write the configurations as `model.save_pretrained` would, without changing the model."""
     model.config.save_pretrained(str(folder))
     generation = getattr(model, "generation_config", None)
     if generation is not None and callable(getattr(generation, "save_pretrained", None)):
@@ -97,7 +99,7 @@ def _describe(model: Any, folder: Path, sizes: Sizes) -> None:
     def edit(config: dict[str, Any]) -> None:
         config["architectures"] = [name]
         if counted:
-            # Transformers 4 has another word for it than 5.
+            # Transformers 4 and 5 name it differently.
             key = "torch_dtype" if "torch_dtype" in config else "dtype"
             config[key] = counted.most_common(1)[0][0]
 
@@ -110,19 +112,19 @@ def _of_adapter(model: Any, adapters: Any) -> HubFiles:
     kind = str(getattr(getattr(config, "peft_type", None), "value", ""))
     if config is None or len(adapters) != 1 or not hasattr(model, "base_model"):
         raise LayoutError(
-            f"this model has the adapters {', '.join(map(str, adapters))}, and only a PeftModel "
-            f"with one can be exported. {_BY_PEFT}"
+            f"this model has the adapters {', '.join(map(str, adapters))}; only a PeftModel with "
+            f"one adapter can be exported. {_BY_PEFT}"
         )
     if kind != "LORA" or getattr(config, "use_dora", False):
         raise LayoutError(
-            f"the adapter {name!r} is of the kind {kind or type(config).__name__}"
-            f"{' with DoRA' if kind == 'LORA' else ''}, and only plain LoRA can be exported. "
+            f"the adapter {name!r} is a {kind or type(config).__name__} adapter"
+            f"{' with DoRA' if kind == 'LORA' else ''}; only plain LoRA can be exported. "
             f"{_BY_PEFT}"
         )
 
     def write(folder: Path, sizes: Sizes) -> None:
         config.save_pretrained(str(folder))
-        # What is loaded from a folder is for use; PEFT writes it so, too.
+        # As PEFT does: a saved adapter is loaded for inference by default.
         _edit(folder / "adapter_config.json", lambda found: found.update(inference_mode=True))
 
     return HubFiles("adapter_model", _InAdapter(str(name)), write)

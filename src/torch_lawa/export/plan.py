@@ -1,4 +1,4 @@
-"""What an export will be: which tensors in which files, in the order they are made."""
+"""The plan of an export: which tensors go into which files, in the order they are written."""
 
 import hashlib
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ __all__ = ["ExportPlan", "ExportedFile", "ExportedTensor", "plan_export"]
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """A tensor of the result: its name in the window and in the file, and as what it is written."""
+    """A tensor of the result: its name in the window and in the file, its dtype and its spec."""
 
     name: str
     written: str
@@ -38,7 +38,7 @@ class ExportedTensor:
 
 @dataclass(frozen=True)
 class ExportedFile:
-    """A safetensors file of the result, its tensors in order, and the other names of tied ones."""
+    """A safetensors file of the result: its tensors in order, and other names of tied ones."""
 
     name: str
     tensors: tuple[ExportedTensor, ...]
@@ -47,15 +47,15 @@ class ExportedFile:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """Everything that is decided before the first value is read."""
+    """Everything that is decided before the first value is computed."""
 
     n: int
     weights: Weights
     files: tuple[ExportedFile, ...]
-    index: str | None  # the file that says which shard has what
+    index: str | None  # the name of the index file, if there are several shards
     metadata: Mapping[str, str]
     hub_files: HubFiles
-    signature: str  # equal on ranks that export parts of the same
+    signature: str  # equal on all ranks of one export
 
     @property
     def num_bytes(self) -> int:
@@ -72,7 +72,7 @@ def plan_export(
     dtype: torch.dtype | None,
     max_shard_size: int | str,
 ) -> ExportPlan:
-    """Decide on names, dtypes and files; everything that can be known to fail fails here."""
+    """Decide on names, dtypes and files; wrong arguments are refused here."""
     check_float(dtype)
     limit = parse_bytes(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
     hub_files = hub_files_for(model)
@@ -125,18 +125,18 @@ def _tensors(
 def _refuse_partial(name: str, sharding: Sharding) -> None:
     if any(placement.is_partial() for placement in sharding.placements):
         raise LayoutError(
-            f"tensor {name!r} is a sum that was not made yet (placements "
-            f"{sharding.placements}): redistribute it to Shard or Replicate before it is collected."
+            f"tensor {name!r} is a partial sum (placements {sharding.placements}): redistribute it "
+            "to Shard or Replicate before it is collected."
         )
     if sharding.mesh.get_coordinate() is None:
         raise LayoutError(
-            f"tensor {name!r} lies on a mesh that this process is not part of "
-            f"({sharding.mesh}): export where all processes hold a part of every tensor."
+            f"tensor {name!r} is on a mesh that does not include this rank ({sharding.mesh}): "
+            "export a model of which every rank holds a part of each tensor."
         )
 
 
 def _aliases(window: Window, tensors: list[ExportedTensor], hub_files: HubFiles) -> dict[str, str]:
-    """Names that are left out of a file, with the tensor in it that each is tied to."""
+    """Names of tied tensors that are not in the file, with the name that is."""
     here = {tensor.name: tensor.written for tensor in tensors}
     names = {alias: hub_files.name_of(alias, trained=False) for alias in window.ties}
     return {

@@ -23,7 +23,7 @@ from torch import nn
 
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.checkpoints.storage.atomic import publish, remove, sync_file, sync_folder
-from torch_lawa.errors import StateError
+from torch_lawa.errors import StateError, StoreError
 from torch_lawa.ranks.barrier import barrier
 from torch_lawa.shards import is_sharded_model, reshard
 
@@ -209,6 +209,11 @@ class WindowFile:
     ) -> None:
         from torch.distributed.checkpoint.state_dict_saver import save
 
+        if not self._is_local:
+            raise StoreError(
+                f"{self._folder}: the window of a sharded model can only be saved to a local path. "
+                "Write checkpoints to a local or mounted folder, or train without averaging."
+            )
         pending = Path(self._folder + _PENDING)
         if writes:
             self.discard_pending()

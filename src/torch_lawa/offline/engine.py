@@ -20,11 +20,11 @@ from torch_lawa.mean.kernels import PIECE, Bytes, all_finite, make_pieces, piece
 from torch_lawa.offline.matching import PlannedTensor
 
 __all__ = [
+    "BackgroundTask",
     "Meter",
     "Sink",
     "Span",
     "Stopped",
-    "Task",
     "cut_spans",
     "default_threads",
     "drop_zeros",
@@ -207,10 +207,10 @@ def _stamp(location: LocalPath) -> tuple[int, int, int]:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-class Task(Generic[_T]):
+class BackgroundTask(Generic[_T]):
     """A function that runs in a daemon thread.
 
-    >>> Task(lambda: 6 * 7).start().result()
+    >>> BackgroundTask(lambda: 6 * 7).start().result()
     42
     """
 
@@ -235,7 +235,7 @@ class Task(Generic[_T]):
         """Whether the function has returned."""
         return bool(self._made)
 
-    def start(self) -> "Task[_T]":
+    def start(self) -> "BackgroundTask[_T]":
         """Start the thread."""
         self._thread.start()
         return self
@@ -277,7 +277,7 @@ def in_threads(
         except BaseException as error:
             errors.append(error)
 
-    tasks = [Task(guarded) for _ in range(num_threads)]
+    tasks = [BackgroundTask(guarded) for _ in range(num_threads)]
     try:
         for task in tasks:
             task.start()

@@ -40,7 +40,7 @@ from torch_lawa.offline.matching import PlannedTensor
 from torch_lawa.offline.output_files import LaidFile, SafetensorsSink, writing
 from torch_lawa.offline.plan import AveragePlan
 from torch_lawa.ranks.agreement import FailTogether
-from torch_lawa.ranks.split import Stretch, split_evenly
+from torch_lawa.ranks.split import Segment, split_evenly
 
 __all__ = ["BLOCK", "average_as_other_rank", "average_as_rank_0", "share_cuts", "spans_between"]
 
@@ -94,7 +94,7 @@ def average_as_rank_0(
             refusing_changes(opened),
         ):
             before = time.perf_counter()
-            task = _Task.of(plan, sink, ranks.size)
+            task = _SharedWork.of(plan, sink, ranks.size)
             ranks.exchange(_LAYOUT, asdict(task))
             spans = task.spans(0)
             found = run(opened, plan.weights, spans, sink, threads=threads, meter=meter)
@@ -127,7 +127,7 @@ def average_as_other_rank(
             files = [file for checkpoint in opened for file in checkpoint.files]
             mine = hash_files(files[ranks.rank :: ranks.size], threads, meter)
             ranks.exchange(_HASHES, mine)
-        task = _Task.from_json(ranks.exchange(_LAYOUT)[0])
+        task = _SharedWork.from_json(ranks.exchange(_LAYOUT)[0])
         check_unchanged([tensor for file in task.files for tensor, _ in file.tensors], opened)
         sink = _open_sink(task, ranks.rank)
         stack.callback(sink.close)
@@ -140,7 +140,7 @@ def average_as_other_rank(
 
 
 @dataclass(frozen=True)
-class _Task:
+class _SharedWork:
     """Which bytes of which files the ranks write, with which weights."""
 
     folder: str
@@ -149,7 +149,7 @@ class _Task:
     cuts: tuple[int, ...]
 
     @classmethod
-    def of(cls, plan: AveragePlan, sink: SafetensorsSink, num_shares: int) -> "_Task":
+    def of(cls, plan: AveragePlan, sink: SafetensorsSink, num_shares: int) -> "_SharedWork":
         """Split the work of a plan into one share per rank."""
         num_averaged = sum(w != 0.0 for w in plan.weights.numerators)
         cuts = share_cuts(sink.files, num_shares, num_averaged)
@@ -160,7 +160,7 @@ class _Task:
         return spans_between(self.files, self.cuts[rank], self.cuts[rank + 1])
 
     @classmethod
-    def from_json(cls, sent: dict[str, Any]) -> "_Task":
+    def from_json(cls, sent: dict[str, Any]) -> "_SharedWork":
         """Of what rank 0 sent: `asdict` of its own, as JSON."""
 
         def spec(dtype: str, shape: list[int]) -> TensorSpec:
@@ -189,7 +189,7 @@ def share_cuts(files: Sequence[LaidFile], num_shares: int, num_averaged: int) ->
         width, source = value_width(tensor.target.dtype), value_width(tensor.source.dtype)
         reads = num_averaged if tensor.rule == "average" else 1
         stretches.append(
-            Stretch(begin, tensor.target.nbytes // width, width, source * reads + width)
+            Segment(begin, tensor.target.nbytes // width, width, source * reads + width)
         )
     end = sum(_blocks(file) for file in files) * BLOCK
     return split_evenly(stretches, end, num_shares, block=BLOCK)
@@ -221,7 +221,7 @@ def _blocks(file: LaidFile) -> int:
     return -(-file.size // BLOCK)
 
 
-def _open_sink(task: _Task, rank: int) -> SafetensorsSink:
+def _open_sink(task: _SharedWork, rank: int) -> SafetensorsSink:
     """The files that a rank writes to, as rank 0 has laid them out."""
     names = {tensor.name for tensor, _, _ in task.spans(rank)}
     files = [f for f in task.files if any(tensor.name in names for tensor, _ in f.tensors)]

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Stretch", "split_evenly"]
+__all__ = ["Segment", "split_evenly"]
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Segment:
     """Values that are stored one after the other, and what each of them costs."""
 
     begin: int  # byte
@@ -17,11 +17,11 @@ class Stretch:
 
 
 def split_evenly(
-    stretches: Iterable[Stretch], end: int, num_shares: int, *, block: int
+    stretches: Iterable[Segment], end: int, num_shares: int, *, block: int
 ) -> list[int]:
     """The bytes at which each share begins, and `end`: multiples of `block`, of equal cost.
 
-    >>> split_evenly([Stretch(0, 100, 1, 1), Stretch(100, 100, 1, 3)], 200, 2, block=10)
+    >>> split_evenly([Segment(0, 100, 1, 1), Segment(100, 100, 1, 3)], 200, 2, block=10)
     [0, 130, 200]
     """
     stretches = list(stretches)

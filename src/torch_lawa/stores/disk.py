@@ -32,7 +32,7 @@ from torch_lawa.stores.base import (
 )
 from torch_lawa.stores.disk_lock import FolderLock
 from torch_lawa.stores.disk_manifest import MANIFEST, Manifest, ManifestRow, entries
-from torch_lawa.stores.disk_ranks import SPARE, Ranks, Report, agree
+from torch_lawa.stores.disk_ranks import SPARE, RankContents, Ranks, agree
 from torch_lawa.stores.memory import Stage, idle_memory
 
 __all__ = ["DiskStore"]
@@ -89,7 +89,7 @@ class DiskStore(Store):
         except Exception as error:
             self._ranks.exchange(str(error) or repr(error))  # the other ranks wait for this one
             raise
-        agreed = agree(self._ranks.exchange(Report.of(manifest)), self._root)
+        agreed = agree(self._ranks.exchange(RankContents.of(manifest)), self._root)
         rows = [row for row in manifest.rows if row.mark in agreed.snapshots]
         self._serial, self._run = manifest.serial, agreed.run
         self._began, self._age = manifest.began, manifest.age

@@ -17,7 +17,7 @@ from torch_lawa.errors import StoreError
 from torch_lawa.ranks.agreement import all_gather
 from torch_lawa.stores.disk_manifest import MANIFEST, Manifest, Mark
 
-__all__ = ["SPARE", "Agreement", "Ranks", "Report", "agree"]
+__all__ = ["SPARE", "Agreement", "RankContents", "Ranks", "agree"]
 
 SPARE = 2
 
@@ -25,7 +25,7 @@ _RANK_FOLDER = re.compile(r"rank-\d{5}-of-(\d{5})")
 
 
 @dataclass(frozen=True)
-class Report:
+class RankContents:
     """What one rank has on disk."""
 
     run: int
@@ -35,11 +35,11 @@ class Report:
     ends: frozenset[Mark]  # those that have everything that the newest of a window needs
 
     @staticmethod
-    def of(manifest: Manifest) -> "Report":
+    def of(manifest: Manifest) -> "RankContents":
         """The report of a rank with this manifest."""
         held = tuple(row.mark for row in manifest.rows)
         ends = frozenset(row.mark for row in manifest.rows if row.kept_file is not None)
-        return Report(manifest.run, manifest.began, manifest.age, held, ends)
+        return RankContents(manifest.run, manifest.began, manifest.age, held, ends)
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,12 @@ class Ranks:
                 f"{_processes(size)} and load it here into another folder."
             )
 
-    def exchange(self, mine: Report | str) -> list[Report | str]:
+    def exchange(self, mine: RankContents | str) -> list[RankContents | str]:
         """The report of each rank, or its error, by rank."""
         return [mine] if self.size == 1 else all_gather("the creation of a DiskStore", mine)
 
 
-def agree(answers: Sequence[Report | str], root: Path) -> Agreement:
+def agree(answers: Sequence[RankContents | str], root: Path) -> Agreement:
     """The newest window that every rank can have: only snapshots that all of them hold.
 
     If some ranks had reset their window (or had no snapshot yet), all of them start empty. If one
@@ -102,7 +102,7 @@ def agree(answers: Sequence[Report | str], root: Path) -> Agreement:
     for rank, answer in enumerate(answers):
         if isinstance(answer, str):
             raise StoreError(f"rank {rank} cannot resume its window: {answer}")
-    reports = [answer for answer in answers if isinstance(answer, Report)]
+    reports = [answer for answer in answers if isinstance(answer, RankContents)]
     run = max(report.run for report in reports) + 1
     held = frozenset(reports[0].held).intersection(*(report.held for report in reports))
     ends = held.intersection(*(report.ends for report in reports))
@@ -119,7 +119,7 @@ def agree(answers: Sequence[Report | str], root: Path) -> Agreement:
     )
 
 
-def _summary(reports: Sequence[Report]) -> str:
+def _summary(reports: Sequence[RankContents]) -> str:
     """What the rank furthest behind holds, and the one furthest ahead."""
 
     def newest(rank: int) -> int:

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch_lawa import Annealing, Explicit, Exponential, Uniform
 from torch_lawa.coefficients import (
     Coefficients,
-    coefficient_rule,
     name_coefficients,
     parse_coefficients,
+    register_coefficients,
 )
 from torch_lawa.errors import ConfigError
 
@@ -81,9 +81,9 @@ def test_text_that_names_no_rule(text: str, message: str) -> None:
 # Everything that adds a rule; run in another interpreter, so that it is not registered here.
 NEW_RULE = """
 from dataclasses import dataclass
-from torch_lawa.coefficients import Weights, coefficient_rule
+from torch_lawa.coefficients import Weights, register_coefficients
 
-@coefficient_rule("latest:COUNT", "the COUNT newest snapshots only")
+@register_coefficients("latest:COUNT", "the COUNT newest snapshots only")
 @dataclass(frozen=True)
 class Latest:
     count: int = 1
@@ -141,4 +141,4 @@ def test_a_new_rule_works_everywhere_from_its_one_entry(tmp_path: Path) -> None:
 
 def test_a_name_is_registered_once() -> None:
     with pytest.raises(ConfigError, match="'uniform' is registered"):
-        coefficient_rule("uniform")(Uniform)
+        register_coefficients("uniform")(Uniform)

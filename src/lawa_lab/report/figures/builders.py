@@ -24,8 +24,9 @@ from lawa_lab.report.words import (
     seen_at_targets,
     seen_in_windows,
 )
+from torch_lawa.errors import ConfigError
 
-__all__ = ["FIGURES", "FigureKind", "figure"]
+__all__ = ["FIGURES", "FigureKind", "register_figure"]
 
 Build: TypeAlias = Callable[[Scene, Run], Sequence[Panel]]
 Say: TypeAlias = Callable[[Scene, Run], str]
@@ -48,10 +49,12 @@ class FigureKind:
 FIGURES: dict[str, FigureKind] = {}  # in the order of the page
 
 
-def figure(
+def register_figure(
     name: str, heading: str, caption: str, *, sentence: Say | None = None, all_runs: bool = False
 ) -> Callable[[Build], Build]:
-    """Add a figure to the table."""
+    """Add a figure to the table; used as a decorator of the function that builds its panels."""
+    if name in FIGURES:
+        raise ConfigError(f"a figure named {name!r} is registered already: choose another name.")
 
     def add(panels: Build) -> Build:
         FIGURES[name] = FigureKind(
@@ -70,7 +73,7 @@ def figure(
 # ---------------------------------------------------------------- what averaging saved
 
 
-@figure(
+@register_figure(
     "saving",
     "What averaging saved",
     "The arrow runs from where the raw weights reached the value of the largest saving back to "
@@ -124,7 +127,7 @@ def _bare(lines: tuple[Line, ...]) -> tuple[Line, ...]:
     return tuple(replace(line, low=(), high=()) for line in lines)
 
 
-@figure(
+@register_figure(
     "windows",
     "Window length k",
     "Means without ranges, which would hide the lines. Dots mark a series with few evaluations.",
@@ -162,7 +165,7 @@ def _say_methods(scene: Scene, run: Run) -> str:
     return seen_in_windows(scene.shown[0].metric, rows, scene.axis, say_series)
 
 
-@figure(
+@register_figure(
     "methods",
     "Other methods of averaging",
     "The average of the latest weights beside other methods on the same run.",
@@ -178,7 +181,7 @@ def _methods(scene: Scene, run: Run) -> list[Panel]:
     return panels
 
 
-@figure(
+@register_figure(
     "coefficients",
     "Coefficients",
     "Averages of the same k with different coefficients.",
@@ -198,7 +201,7 @@ def _coefficients(scene: Scene, run: Run) -> list[Panel]:
     return panels
 
 
-@figure(
+@register_figure(
     "batch_norm",
     "BatchNorm statistics",
     "The same weights with BatchNorm statistics obtained in different ways. Each average is "
@@ -223,7 +226,7 @@ def _batch_norm(scene: Scene, run: Run) -> list[Panel]:
 # ---------------------------------------------------------------- runs against each other
 
 
-@figure(
+@register_figure(
     "runs",
     "Run against run",
     "Raw weights with running BatchNorm statistics, and the main average of each run.",
@@ -257,7 +260,7 @@ def _say_target(scene: Scene, run: Run) -> str:
     return seen_at_targets(scene.shown[0].metric, rows[0]) if rows else ""
 
 
-@figure(
+@register_figure(
     "target",
     "Saving against target",
     "Dotted where only some seeds reached the target. Above zero the average was first.",
@@ -371,7 +374,7 @@ def _say_behind(scene: Scene, run: Run) -> str:
     return " ".join(losses(report.metric, report.main, _rows(scene, run)))
 
 
-@figure(
+@register_figure(
     "behind",
     "Where averaging lost",
     "Bars mark evaluations at which the raw weights of the same moment were better, in most of the "
@@ -434,7 +437,7 @@ def _bars(scene: Scene, run: Run, row: WindowRow, index: float) -> list[Line]:
     return lines
 
 
-@figure(
+@register_figure(
     "early",
     "The early phase",
     "The start of training, where averages include much older and worse weights.",
@@ -461,7 +464,7 @@ def _early(scene: Scene, run: Run) -> list[Panel]:
 # ---------------------------------------------------------------- everything
 
 
-@figure("curves", "All metrics", "Every metric that was recorded.")
+@register_figure("curves", "All metrics", "Every metric that was recorded.")
 def _curves(scene: Scene, run: Run) -> list[Panel]:
     default = scene.defaults.get(run.name)
     if default is None:

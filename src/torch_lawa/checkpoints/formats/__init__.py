@@ -1,1 +1,1 @@
-"""Checkpoint formats: how tensors are read from and written to files."""
+"""Checkpoint formats, one module each, and the registry that lists them."""

@@ -1,4 +1,4 @@
-"""What every checkpoint offers, whatever its format: named tensors, and their bytes in pieces."""
+"""The interface of an open checkpoint of any format: named tensors, read in ranges of bytes."""
 
 import math
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ CheckpointLayout = str  # "single", "sharded", "distributed", or one that a form
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The dtype (safetensors' name for it) and shape of a tensor.
+    """The dtype (as safetensors names it) and shape of a tensor.
 
     >>> TensorSpec("BF16", (2, 3)).nbytes
     12
@@ -30,12 +30,12 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """How many values it has."""
+        """Number of values."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """How many bytes they take."""
+        """Number of bytes."""
         return self.numel * DTYPES[self.dtype].itemsize
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """How far the run was, as the checkpoint's own contents say; None where they do not."""
+    """The step and epoch of a checkpoint; None if unknown."""
 
     step: int | None = None
     epoch: int | None = None
@@ -52,21 +52,21 @@ class TrainingProgress:
 
 @dataclass
 class Checkpoint(ABC):
-    """An open checkpoint: what it holds is known, its values are read when asked for.
+    """An open checkpoint: its tensors are known, their values are read on request.
 
-    `tensors` has every tensor once; `aliases` are the other names of tied ones. `read` gives the
-    bytes `begin` to `end` of a tensor's values in row-major order, little-endian, as a view of the
-    file where it can be. It may be called from several threads.
+    `tensors` has every tensor once; `aliases` are the other names of tied ones. `read` returns
+    bytes of a tensor's values in row-major order, little-endian, as a view of the file where
+    possible. It may be called from several threads.
     """
 
     location: "Location"
-    format: str  # for people: "safetensors", "PyTorch file", ...
+    format: str  # for messages: "safetensors", "PyTorch file", ...
     layout: CheckpointLayout
     tensors: Mapping[str, TensorSpec]
     aliases: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     progress: TrainingProgress = field(default_factory=TrainingProgress)
-    notes: tuple[str, ...] = ()  # choices made in reading it that a user should know of
+    notes: tuple[str, ...] = ()  # decisions that the user should know about
 
     @abstractmethod
     def read(self, name: str, begin: int, end: int) -> "Bytes":
@@ -74,16 +74,16 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def file_of(self, name: str) -> "Location":
-        """The file that holds the tensor `name`: for messages, and to keep a layout."""
+        """The file that contains the tensor `name`: for messages, and to keep the layout."""
 
     @property
     @abstractmethod
     def files(self) -> "list[Location]":
-        """Every file that holds weights."""
+        """Every file that contains weights."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back files and mappings; views that were read stay valid."""
+        """Close files and mappings; views that were read stay valid."""
 
     @property
     def num_bytes(self) -> int:

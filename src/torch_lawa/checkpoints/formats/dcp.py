@@ -1,7 +1,7 @@
-"""Folders of `torch.distributed.checkpoint`, read without PyTorch and without processes.
+"""Folders of `torch.distributed.checkpoint` (DCP), read without PyTorch in a single process.
 
-`.metadata` is a pickle that says which chunks a tensor has and where they lie; a chunk is a small
-file of `torch.save` within a `.distcp` file. Nothing in either is executed.
+`.metadata` is a pickle that says which chunks a tensor has and where they are stored; a chunk is a
+small file of `torch.save` within a `.distcp` file. Nothing in either is executed.
 """
 
 from collections.abc import Iterable
@@ -48,7 +48,7 @@ _Item = tuple[str, tuple[int, ...] | None]  # the name of an entry, and where a 
 
 
 class DistributedCheckpoint(Checkpoint):
-    """A folder of `torch.distributed.checkpoint`; tensors are whole, whatever the ranks were.
+    """A folder of `torch.distributed.checkpoint`; tensors are whole, for any number of ranks.
 
     `key` is the dotted entry with the weights ("" for the top).
     """
@@ -106,7 +106,7 @@ class DistributedCheckpoint(Checkpoint):
         location = self._folder.child(chunk.file)
         if chunk.file not in self._sources:
             if not location.is_file():
-                raise FormatError(f"{location}: the file that holds {name!r} is not there.")
+                raise FormatError(f"{location}: does not exist, but should contain {name!r}.")
             self._sources[chunk.file] = location.open()
         size = self._sources[chunk.file].size
         if chunk.offset + chunk.length > size:
@@ -143,26 +143,26 @@ class DistributedCheckpoint(Checkpoint):
                 chunk = metadata.locate(name, None, ())
                 self._check_range(name, chunk)
                 found[name] = self._load_item(name, chunk)
-            except FormatError:  # not there, or not plain: then it is not known
+            except FormatError:  # missing, or not a plain number
                 continue
         return find_progress(found)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Ref:
-    """A tensor of the metadata, not looked at yet: most may be the optimizer's."""
+    """A tensor of the metadata, not checked yet: most may be the optimizer's."""
 
     name: str
     record: Record
 
 
 class _Metadata:
-    """What `.metadata` says, checked when it is asked for."""
+    """The contents of `.metadata`; entries are checked when they are used."""
 
     def __init__(self, location: Location) -> None:
         self.location = location
         if not location.is_file():
-            raise FormatError(f"{location}: not there, so this is no distributed checkpoint.")
+            raise FormatError(f"{location}: does not exist: not a distributed checkpoint.")
         source = location.open()
         try:
             makers = {**MAKERS, **dict.fromkeys(_RECORDS)}
@@ -180,11 +180,11 @@ class _Metadata:
         name, offset = state.get("fqn"), state.get("offset")
         start = None if offset is None else as_size(offset)
         if not isinstance(name, str) or (start is None and offset is not None):
-            raise FormatError(f"{self.location}: the index of stored items in it is broken.")
+            raise FormatError(f"{self.location}: its index of stored items is damaged.")
         return name, start
 
     def tree(self, key: str | None) -> dict[object, object]:
-        """The tensors, nested as they were when they were saved."""
+        """The tensors, nested as they were saved."""
         names = [
             name
             for name, entry in self._entries.items()
@@ -196,10 +196,10 @@ class _Metadata:
             for part in path[:-1]:
                 below = node.setdefault(part, {})
                 if not isinstance(below, dict):
-                    raise FormatError(f"{self.location}: {name!r} lies within another tensor.")
+                    raise FormatError(f"{self.location}: {name!r} is nested in another tensor.")
                 node = below
             if path[-1] in node:
-                raise FormatError(f"{self.location}: two tensors have the place of {name!r}.")
+                raise FormatError(f"{self.location}: two tensors have the path of {name!r}.")
             node[path[-1]] = _Ref(name, self._entries[name])
         return tree
 
@@ -211,17 +211,17 @@ class _Metadata:
                 (key, name[len(key) + 1 :]) if name.startswith(f"{key}.") else (name,)
                 for name in names
             ]
-        # Not saved by the default planner. A dot may be one of a module's name or of nesting.
+        # Not saved by the default planner: a dot may belong to a module's name or mean nesting.
         nested = any(map(is_training_state, names))
         return [tuple(name.split(".", 1)) if nested else (name,) for name in names]
 
     def _check_path(self, name: str, path: object) -> tuple[object, ...]:
         if isinstance(path, tuple) and path and all(isinstance(p, str | int) for p in path):
             return path
-        raise FormatError(f"{self.location}: the path of {name!r} in the state dict is broken.")
+        raise FormatError(f"{self.location}: the path of {name!r} in the state dict is damaged.")
 
     def describe(self, ref: _Ref) -> tuple[TensorSpec, tuple[Chunk, ...]]:
-        """The spec of a tensor, and its chunks that are not empty."""
+        """The spec of a tensor, and its non-empty chunks."""
         state = self._state(ref.record)
         properties, shape = state.get("properties"), as_size(state.get("size"))
         values = properties.state if isinstance(properties, Record) else None
@@ -230,7 +230,7 @@ class _Metadata:
             label = values.get("dtype")
         records = state.get("chunks")
         if not isinstance(label, Label) or shape is None or not isinstance(records, list):
-            raise FormatError(f"{self.location}: what it says of {ref.name!r} is broken.")
+            raise FormatError(f"{self.location}: its entry for {ref.name!r} is damaged.")
         if label.path not in CODES:
             raise FormatError(
                 f"{self.location}: tensor {ref.name!r} is of {label.path}, which safetensors "
@@ -241,26 +241,26 @@ class _Metadata:
             part = self._state(record)
             starts, sizes = as_size(part.get("offsets")), as_size(part.get("sizes"))
             if starts is None or sizes is None:
-                raise FormatError(f"{self.location}: a chunk of {ref.name!r} is broken.")
-            if 0 not in sizes:  # ranks without a share of a tensor write empty ones
+                raise FormatError(f"{self.location}: a chunk of {ref.name!r} is damaged.")
+            if 0 not in sizes:  # ranks without a part of a tensor write empty chunks
                 chunks.append(self.locate(ref.name, starts, sizes))
         return TensorSpec(CODES[label.path], shape), tuple(chunks)
 
     def locate(self, name: str, starts: tuple[int, ...] | None, sizes: tuple[int, ...]) -> Chunk:
-        """Where an item is stored."""
+        """Look up where an item is stored."""
         where = "" if starts is None else f" at {starts}"
         info = self._items.get((name, starts))
         if info is None:
             raise FormatError(f"{self.location}: does not say where {name!r}{where} is stored.")
         if info.get("transform_descriptors"):
             raise FormatError(
-                f"{self.location}: {name!r} is stored compressed or otherwise transformed: save it "
-                "without extensions."
+                f"{self.location}: {name!r} is stored compressed or otherwise transformed: save "
+                "it without extensions."
             )
         file, at = info.get("relative_path"), as_size([info.get("offset"), info.get("length")])
         if not isinstance(file, str) or at is None or not _is_beside(file):
             raise FormatError(
-                f"{self.location}: places {name!r}{where} in {file!r:.200}; it must be a range of "
+                f"{self.location}: stores {name!r}{where} in {file!r:.200}; it must be a range of "
                 "a file in the folder."
             )
         return Chunk(starts or (), sizes, file, *at)

@@ -1,4 +1,4 @@
-"""Tensors that lie in chunks, each a box of the whole, in the files of several ranks."""
+"""Tensors stored in chunks, each a box of the whole, in the files of several ranks."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ __all__ = ["Chunk", "ChunkedTensor", "find_problem"]
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor: where it begins and its sizes; and where its values are stored."""
+    """A box of a tensor (its start and sizes), and where its values are stored."""
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -37,7 +37,7 @@ class ChunkedTensor:
     load: Callable[[Chunk], StoredTensor]
 
     def read(self, begin: int, end: int) -> "Bytes":
-        """Bytes `begin` to `end`: a view where one chunk has them in order, else a copy."""
+        """Bytes `begin` to `end`: a view if one chunk has them in order, else a copy."""
         item = DTYPES[self.spec.dtype].itemsize
         for chunk in self.chunks if begin < end else ():
             first = _flat_begin(chunk, self.spec.shape)
@@ -48,14 +48,14 @@ class ChunkedTensor:
         return gather_bytes(self.spec, self.fill, begin, end)
 
     def fill(self, out: "Values", starts: tuple[int, ...]) -> None:
-        """Put the box of the shape of `out` that begins at `starts` into it."""
+        """Fill `out` with the box of its shape that begins at `starts`."""
         for chunk in self.chunks:
-            # From `low` to `high`: what the chunk and the box have in common.
+            # From `low` to `high`: the intersection of the chunk and the box.
             low = tuple(map(max, starts, chunk.starts))
             high = map(min, _ends(starts, out.shape), _ends(chunk.starts, chunk.sizes))
             within = [slice(a - s, b - s) for a, b, s in zip(low, high, starts, strict=True)]
             if all(cut.start < cut.stop for cut in within):
-                index: tuple[Any, ...] = (*within, ...)  # a view of it also without dimensions
+                index: tuple[Any, ...] = (*within, ...)  # a view also for scalars
                 first = tuple(a - s for a, s in zip(low, chunk.starts, strict=True))
                 self.load(chunk).fill(out[index], first)
 
@@ -65,7 +65,7 @@ def _ends(starts: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _flat_begin(chunk: Chunk, shape: tuple[int, ...]) -> int | None:
-    """Where the chunk begins in the row-major whole, if it is one run of it."""
+    """Where the chunk begins in the row-major whole, if it is contiguous there."""
     cut = next((i for i, n in enumerate(chunk.sizes) if n != 1), len(shape))
     if chunk.sizes[cut + 1 :] != shape[cut + 1 :]:
         return None
@@ -76,7 +76,7 @@ def _flat_begin(chunk: Chunk, shape: tuple[int, ...]) -> int | None:
 
 
 def find_problem(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> str | None:
-    """Why chunks do not make up a whole tensor, each value once; None where they do.
+    """Why chunks do not cover a tensor exactly once; None if they do.
 
     >>> halves = [Chunk((0, 0), (2, 2), "a", 0, 9), Chunk((2, 0), (1, 2), "b", 0, 9)]
     >>> find_problem((3, 2), halves), find_problem((4, 2), halves)
@@ -84,9 +84,9 @@ def find_problem(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> str | None:
     """
     for chunk in chunks:
         if len(chunk.starts) != len(shape) or len(chunk.sizes) != len(shape):
-            return f"the chunk at {chunk.starts} has another number of dimensions"
+            return f"the chunk at {chunk.starts} has the wrong number of dimensions"
         if any(e > n for e, n in zip(_ends(chunk.starts, chunk.sizes), shape, strict=True)):
-            return f"the chunk at {chunk.starts} of {chunk.sizes} reaches beyond {shape}"
+            return f"the chunk at {chunk.starts} of {chunk.sizes} exceeds {shape}"
     overlap = _find_overlap(shape, chunks)
     if overlap:
         return "the chunks at {} and {} overlap".format(*(c.starts for c in overlap))
@@ -95,7 +95,7 @@ def find_problem(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> str | None:
 
 
 def _find_overlap(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:
-    """Sweep along the dimension that is cut most, comparing with what has not ended yet."""
+    """Sweep along the dimension with most cuts, comparing with chunks that have not ended."""
     filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     if not shape:
         return (filled[0], filled[1]) if len(filled) > 1 else None

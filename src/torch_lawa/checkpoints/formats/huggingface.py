@@ -80,7 +80,7 @@ def _opener(name: str, key: str | None) -> OpenShard:
 
 
 class ShardedCheckpoint(Checkpoint):
-    """Shards and the index that says which tensor lies in which."""
+    """Shards, and the index that says which of them contains which tensor."""
 
     def __init__(
         self, folder: "Location", index: "Location", opener: OpenShard, progress: TrainingProgress
@@ -91,7 +91,7 @@ class ShardedCheckpoint(Checkpoint):
             for file in sorted(set(weight_map.values())):
                 location = folder.child(file)
                 if not location.is_file():
-                    raise FormatError(f"{index}: names the shard {file!r}, which is not there.")
+                    raise FormatError(f"{index}: names the shard {file!r}, which does not exist.")
                 self._shards[file] = opener(location)
             tensors, aliases = self._check(index, weight_map)
         except BaseException:
@@ -123,13 +123,13 @@ class ShardedCheckpoint(Checkpoint):
                 aliases[name] = shard.aliases[name]
             else:
                 raise FormatError(
-                    f"{shard.location}: {index.name} says {name!r} is here; it is not."
+                    f"{shard.location}: {index.name} names {name!r}, which is not in this file."
                 )
         for shard in self._shards.values():
             for name in shard.tensors:
                 if weight_map.get(name) != shard.location.name:
                     raise FormatError(
-                        f"{shard.location}: holds {name!r}, which {index.name} does not place here."
+                        f"{shard.location}: contains {name!r}, which is not listed in {index.name}."
                     )
             aliases |= {n: kept for n, kept in shard.aliases.items() if n not in tensors}
         return tensors, aliases
@@ -152,11 +152,11 @@ class ShardedCheckpoint(Checkpoint):
 def _weight_map(index: "Location") -> dict[str, str]:
     found = read_json(index).get("weight_map")
     if not isinstance(found, dict) or not found:
-        raise FormatError(f"{index}: has no weight_map; it is not an index of shards.")
+        raise FormatError(f"{index}: has no weight_map, so it is not an index of shards.")
     for name, file in found.items():
         if not isinstance(file, str) or not _is_plain_name(file):
             raise FormatError(
-                f"{index}: places {name!r} in {file!r}; a shard must be a file beside the index."
+                f"{index}: maps {name!r} to {file!r}; a shard must be a file in the same folder."
             )
     return found
 
@@ -166,13 +166,13 @@ def _is_plain_name(file: str) -> bool:
 
 
 def _trainer_state(folder: "Location") -> TrainingProgress:
-    """What the Trainer of Transformers notes beside its checkpoints."""
+    """Step and epoch, as the Trainer of Transformers stores them beside a checkpoint."""
     location = folder.child("trainer_state.json")
     if not location.is_file():
         return TrainingProgress()
     state = read_json(location)
     step, epoch = state.get("global_step"), state.get("epoch")
-    # An epoch there is a fraction (2.75); only whole ones name a checkpoint.
+    # An epoch there may be a fraction (2.75); only whole ones count.
     if isinstance(epoch, float) and epoch.is_integer():
         epoch = int(epoch)
     return TrainingProgress(
@@ -181,11 +181,11 @@ def _trainer_state(folder: "Location") -> TrainingProgress:
 
 
 def read_json(location: "Location") -> dict[str, object]:
-    """A JSON object from a small file, or an error that names the file."""
+    """Read a JSON object from a small file; errors name the file."""
     try:
         found = json.loads(location.read_bytes())
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{location}: not readable as JSON ({error}).") from None
     if not isinstance(found, dict):
-        raise FormatError(f"{location}: holds a JSON {type(found).__name__}, not an object.")
+        raise FormatError(f"{location}: contains a JSON {type(found).__name__}, not an object.")
     return found

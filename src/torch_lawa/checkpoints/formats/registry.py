@@ -2,7 +2,7 @@
 
 A format is one module and one entry here. Finding checkpoints, opening them, planning an output and
 the lists of formats in messages and documentation all read this table, so a format that is added
-with `register` is known everywhere. The modules themselves are imported when they are needed.
+with `register_format` is known everywhere. Its module is imported when it is needed.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -31,7 +31,7 @@ __all__ = [
     "is_checkpoint_folder",
     "open_checkpoint",
     "output_layouts",
-    "register",
+    "register_format",
 ]
 
 
@@ -92,7 +92,7 @@ class Format:
 FORMATS: dict[str, Format] = {}  # by name, in the order in which they are tried and listed
 
 
-def register(new: Format) -> Format:
+def register_format(new: Format) -> Format:
     """Add a format. Its suffixes and layouts must not belong to another one."""
     for known in FORMATS.values():
         both = (set(known.suffixes) & set(new.suffixes)) | (_layouts(known) & _layouts(new))
@@ -232,7 +232,7 @@ def _write_distributed(staged: StagedValues) -> None:
     write_distributed(staged)
 
 
-register(
+register_format(
     Format(
         name="safetensors",
         title="safetensors",
@@ -242,7 +242,7 @@ register(
         writer=FormatWriter(layouts=("single", "sharded")),  # folders that from_pretrained loads
     )
 )
-register(
+register_format(
     Format(
         name="torch",
         title="PyTorch file",
@@ -252,7 +252,7 @@ register(
         writer=FormatWriter(convert=_write_torch),
     )
 )
-register(
+register_format(
     Format(
         name="distributed",
         title="PyTorch distributed checkpoint",
@@ -263,7 +263,7 @@ register(
         writer=FormatWriter(layouts=("distributed",), convert=_write_distributed),
     )
 )
-register(
+register_format(
     Format(
         name="huggingface",
         title="Hugging Face folder",

@@ -1,7 +1,7 @@
 """The safetensors format: eight bytes of header length, a JSON header, then the values.
 
-Written here rather than through the library so that pieces go to disk as they are and come back as
-views of the file, without PyTorch. Reading checks every claim of the header against the file.
+Implemented here rather than with the library, so that ranges of bytes can be written in place and
+read as views of the file, without PyTorch. Reading checks the header against the file.
 """
 
 import json
@@ -31,7 +31,7 @@ _STEP_KEYS = ("step", "global_step")
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says it holds: name -> spec and (begin, end) in the data; free metadata."""
+    """A header: name -> spec and (begin, end) in the data; free metadata."""
 
     tensors: dict[str, TensorSpec]
     ranges: dict[str, tuple[int, int]]
@@ -42,7 +42,7 @@ class Header:
 def encode_header(
     entries: Iterable[tuple[str, TensorSpec]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int], int]:
-    """The first bytes of a file, where in it each tensor begins, and the size of the whole file.
+    """The first bytes of a file, the offset of each tensor, and the size of the whole file.
 
     >>> text, starts, size = encode_header([("w", TensorSpec("F32", (3,)))], {})
     >>> (len(text), starts, size)
@@ -63,7 +63,7 @@ def encode_header(
     start = 8 + len(text)
     if len(text) > _MAX_HEADER:
         raise FormatError(
-            f"a header of {len(text)} bytes is more than safetensors allows: split the output "
+            f"a header of {len(text)} bytes is longer than safetensors allows: split the output "
             "into shards."
         )
     starts = {name: start + begin for name, begin in begins.items()}
@@ -81,13 +81,13 @@ def read_header(path: Path) -> Header:
 
 
 def parse_header(source: ByteSource, location: Location) -> Header:
-    """Read and check a header: lengths, names, dtypes, offsets that tile the file exactly."""
+    """Read and check a header: lengths, names, dtypes, and offsets that cover the file exactly."""
     length = -1
     if source.size >= 8:
         length = int.from_bytes(source.view(0, 8).tobytes(), "little")
     if not 2 <= length <= min(_MAX_HEADER, source.size - 8):
         raise FormatError(
-            f"{location}: not a whole safetensors file (header length {length}, file size "
+            f"{location}: not a complete safetensors file (header length {length}, file size "
             f"{source.size}). It may be truncated or of another format; write it again."
         )
     try:
@@ -99,14 +99,14 @@ def parse_header(source: ByteSource, location: Location) -> Header:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"{location}: the safetensors header is broken ({error}).") from None
     end = 0
-    entries = dict(sorted(entries.items(), key=lambda item: item[1][1]))  # as they lie
+    entries = dict(sorted(entries.items(), key=lambda item: item[1][1]))  # in the order of the file
     for name, (_, (begin, stop)) in entries.items():
         if begin != end:
             raise FormatError(f"{location}: tensor {name!r} begins at {begin}, expected {end}.")
         end = stop
     if 8 + length + end != source.size:
         raise FormatError(
-            f"{location}: the header speaks of {8 + length + end} bytes and the file has "
+            f"{location}: the header describes {8 + length + end} bytes, but the file has "
             f"{source.size}. It is truncated or damaged; write it again."
         )
     tensors = {name: spec for name, (spec, _) in entries.items()}
@@ -142,8 +142,8 @@ class SafetensorsFile(Checkpoint):
         self._file, self._source = location, location.open()
         header = parse_header(self._source, location)
         self._starts = {n: header.data_start + begin for n, (begin, _) in header.ranges.items()}
-        # The convention of safetensors' own `save_model`: a tied name that was left out of the
-        # file stands in the metadata with the name it is tied to.
+        # The convention of safetensors' own `save_model`: the metadata maps each tied name that is
+        # not in the file to the name that is.
         aliases = {
             name: kept
             for name, kept in header.metadata.items()

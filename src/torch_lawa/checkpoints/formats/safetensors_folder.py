@@ -38,13 +38,13 @@ _T = TypeVar("_T")
 def group_by_size(
     items: Iterable[_T], spec: Callable[[_T], TensorSpec], limit: int
 ) -> list[list[_T]]:
-    """Items in their order, in groups of at most `limit` bytes; a larger one stands alone.
+    """Group items, in their order, by at most `limit` bytes; a larger one is a group by itself.
 
     >>> group_by_size([2, 3, 9, 1], lambda n: TensorSpec("U8", (n,)), limit=5)
     [[2, 3], [9], [1]]
     """
     if limit < 1:
-        raise ConfigError(f"shards of at most {limit} bytes cannot hold anything.")
+        raise ConfigError(f"max_shard_size={limit}: shards need at least 1 byte.")
     groups: list[list[_T]] = [[]]
     size = 0
     for item in items:
@@ -58,12 +58,12 @@ def group_by_size(
 
 
 def widest_first(items: Iterable[_T], spec: Callable[[_T], TensorSpec]) -> tuple[_T, ...]:
-    """Widest first keeps every tensor aligned without gaps, which the format does not allow."""
+    """Sort by element size, which aligns every tensor without gaps; the format has no padding."""
     return tuple(sorted(items, key=lambda item: -DTYPES[spec(item).dtype].itemsize))
 
 
 def shard_names(stem: str, num_shards: int) -> list[str]:
-    """What the shards are called.
+    """The file names of the shards.
 
     >>> shard_names("model", 2)
     ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
@@ -79,9 +79,9 @@ def lay_file(
     *,
     flushed: bool = False,
 ) -> tuple[dict[str, int], int]:
-    """Make a file with its header and room for the values: where each begins, and its size.
+    """Create a file with its header and space for the values; returns offsets and the size.
 
-    `flushed` sees to it that other machines find all of that before they write into it.
+    With `flushed` the file is on disk on return, so that other machines can write into it.
     """
     header, starts, size = encode_header(entries, metadata)
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -96,7 +96,7 @@ def lay_file(
 
 
 def write_at(handle: int, data: bytes | memoryview, at: int) -> None:
-    """All of `data` into an open file, from byte `at` on."""
+    """Write all of `data` to an open file, from byte `at` on."""
     rest = memoryview(data)
     while rest:
         n = os.pwrite(handle, rest, at)
@@ -144,7 +144,7 @@ class FolderSink:
 
 
 def write_index(path: Path, weight_map: Mapping[str, str], num_bytes: int) -> None:
-    """The file that says which shard has which tensor, flushed."""
+    """Write and flush the index, which says which shard contains which tensor."""
     index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(weight_map)}
     path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     sync_file(path)

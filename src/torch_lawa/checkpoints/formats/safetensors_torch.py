@@ -1,4 +1,4 @@
-"""PyTorch tensors to safetensors files, and back as memory maps."""
+"""PyTorch tensors in safetensors files: written, and read as memory maps."""
 
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,12 +30,12 @@ def dtype_of(code: str) -> torch.dtype:
     """
     found = _TORCH[code]
     if found is None:
-        raise FormatError(f"this PyTorch has no dtype for {code}; a newer one may.")
+        raise FormatError(f"this version of PyTorch has no dtype for {code}; update PyTorch.")
     return found
 
 
 def spec_of(name: str, dtype: torch.dtype, shape: Iterable[int]) -> TensorSpec:
-    """The spec of a tensor, or an error that names it where safetensors cannot hold it."""
+    """The spec of a tensor; an error names it if safetensors has no such dtype."""
     if dtype not in _CODES:
         raise FormatError(f"tensor {name!r}: safetensors has no code for {dtype}.")
     return TensorSpec(_CODES[dtype], tuple(shape))
@@ -69,7 +69,7 @@ def write_flat(
     buffers: Iterable[Tensor],
     metadata: Mapping[str, str],
 ) -> None:
-    """Write `buffers`, whose bytes end to end are the entries in order, as one whole file."""
+    """Write one file from `buffers`, whose concatenated bytes are the entries in order."""
     specs = [(name, spec_of(name, dtype, shape)) for name, dtype, shape in entries]
     header, _, size = encode_header(specs, metadata)
     with replacing(path) as file:
@@ -78,7 +78,7 @@ def write_flat(
             if buffer.numel():
                 file.write(buffer.contiguous().view(-1).view(torch.uint8).numpy().data)
         if file.tell() != size:
-            raise FormatError(f"{path}: wrote {file.tell()} bytes for a header that says {size}.")
+            raise FormatError(f"{path}: wrote {file.tell()} bytes, but the header says {size}.")
 
 
 def map_flat(path: Path, header: Header, dtype: torch.dtype, begin: int, numel: int) -> Tensor:
@@ -91,7 +91,7 @@ def map_flat(path: Path, header: Header, dtype: torch.dtype, begin: int, numel: 
 
 
 def load_tensors(path: Path, header: Header) -> dict[str, Tensor]:
-    """Every tensor of a file as a view of one memory map; writing to them changes no file."""
+    """Every tensor of a file as a view of one memory map; writes do not reach the file."""
     mapped, found = _mapped(path), {}
     for name, spec in header.tensors.items():
         dtype, start = dtype_of(spec.dtype), header.data_start + header.ranges[name][0]
@@ -105,5 +105,5 @@ def load_tensors(path: Path, header: Header) -> dict[str, Tensor]:
 
 def _mapped(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
-        # A private mapping may be written to without touching the file, which torch insists on.
+        # PyTorch requires a writable buffer; writes to a private mapping do not reach the file.
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

@@ -1,6 +1,6 @@
-"""Files of `torch.save` (`.pt`, `.pth`, `.bin`, `.ckpt`, `.tar`), read without PyTorch.
+"""Files of `torch.save`, read without PyTorch and without executing anything.
 
-Nothing in them is executed, and their tensors are views of the file.
+Tensors are views of the file. `torch_write` writes such files.
 """
 
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ __all__ = ["TorchFile"]
 
 
 class TorchFile(Checkpoint):
-    """One file of `torch.save`; `key` is the dotted entry with the weights ("" for the top)."""
+    """A file of `torch.save`; `key` is the dotted entry with the weights ("" for the top)."""
 
     def __init__(self, location: Location, *, key: str | None = None) -> None:
         self._source = location.open()

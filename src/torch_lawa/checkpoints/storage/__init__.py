@@ -1,1 +1,1 @@
-"""Paths and URLs, byte ranges of files, and writes that appear whole or not at all."""
+"""Paths and URLs, byte ranges of files, and atomic writes."""

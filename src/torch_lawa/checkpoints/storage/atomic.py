@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there: a temporary name, flushed, renamed."""
+"""Atomic writes of files and folders: under a temporary name, flushed, then renamed."""
 
 import contextlib
 import ctypes
@@ -33,9 +33,9 @@ TEMPORARY = ".partial"
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write `path` under a temporary name; it takes its place when the block ends well.
+    """Write `path` under a temporary name, and rename it when the block succeeds.
 
-    Killed at any moment, the file is the old one or the new one, never half of it.
+    If the process is killed, the file is the old one or the new one, never part of it.
     """
     temporary = temporary_name(path)
     try:
@@ -52,15 +52,15 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def temporary_name(path: Path) -> Path:
-    """Where this process writes what will become `path`."""
+    """The temporary name under which this process writes `path`."""
     return path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Give a finished file or folder its name; an older one of that name is replaced and removed.
+    """Rename a finished file or folder to `path`; an older one is replaced and removed.
 
-    Where the system can, a folder changes places with the older one in a single step, so that a
-    reader finds one or the other at any moment.
+    Where the system supports it, two folders are exchanged in a single step, so that a reader
+    finds one or the other at any moment.
     """
     if path.is_dir() and not path.is_symlink():
         if not _exchange(temporary, path):
@@ -78,7 +78,7 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
+    """Remove a file or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -86,7 +86,7 @@ def remove(path: Path) -> None:
 
 
 def clear_stale(path: Path) -> None:
-    """Remove what killed processes left behind while they were writing `path`."""
+    """Remove temporary files that killed processes left while they wrote `path`."""
     for left in path.parent.glob(f"{glob.escape(path.name)}.*{TEMPORARY}"):
         pid = left.name.removeprefix(path.name + ".").split(".")[0]
         if pid.isdecimal() and not _is_alive(int(pid)):
@@ -95,7 +95,7 @@ def clear_stale(path: Path) -> None:
 
 
 def reserve(file: int, size: int, path: Path) -> None:
-    """Give an open file its final size now, so that a full disk is found before the work."""
+    """Allocate the final size of an open file, so that a full disk is noticed before the work."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file, 0, size)
@@ -104,16 +104,16 @@ def reserve(file: int, size: int, path: Path) -> None:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OutputError(
-                f"{path}: no room for {size:,} bytes on this disk; nothing was written. Free "
-                "some space or write elsewhere."
+                f"{path}: no space for {size:,} bytes on this disk; nothing was written. Free some "
+                "space or write elsewhere."
             ) from None
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
-        os.ftruncate(file, size)  # a file system that cannot reserve
+        os.ftruncate(file, size)  # a file system without fallocate
 
 
 def start_flushing(file: int) -> None:
-    """Let the disk begin to take what was written, without waiting, where the system can."""
+    """Start writing dirty pages to disk without waiting, where the system supports it."""
     begin = _linux_call("sync_file_range")
     if begin is not None:
         start_writing = 2
@@ -121,7 +121,7 @@ def start_flushing(file: int) -> None:
 
 
 def require_space(folder: Path, size: int) -> None:
-    """Refuse before any work where the disk has no room for `size` bytes."""
+    """Raise an error if the disk has no space for `size` bytes."""
     free = shutil.disk_usage(folder).free
     if free < size:
         raise OutputError(
@@ -131,7 +131,7 @@ def require_space(folder: Path, size: int) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Make the contents of a file survive a power cut."""
+    """Flush a file to disk, so that it survives a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -140,13 +140,13 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and removals in `folder` survive a power cut, where the system can."""
+    """Flush renames and removals in `folder` to disk, where the system supports it."""
     if os.name == "posix":
         sync_file(folder)
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Let two names change places in one step; False where the system cannot."""
+    """Exchange two names in one step; False where the system does not support it."""
     rename = _linux_call("renameat2")
     if rename is None:
         return False
@@ -157,7 +157,7 @@ def _exchange(a: Path, b: Path) -> bool:
 
 @functools.cache
 def _linux_call(name: str) -> Any:
-    """A function of the C library that Python does not offer; None where there is none."""
+    """A function of the C library that Python has no wrapper for; None if it does not exist."""
     if sys.platform != "linux":
         return None
     try:

@@ -1,4 +1,4 @@
-"""The bytes of open files: mapped where they are here, else fetched a range at a time."""
+"""Ranges of bytes of open files: memory-mapped if local, otherwise fetched."""
 
 import io
 import mmap
@@ -25,15 +25,15 @@ class ByteSource(ABC):
 
     @abstractmethod
     def view(self, begin: int, end: int) -> "Bytes":
-        """Bytes `begin` to `end`; the caller has checked them against `size`."""
+        """Bytes `begin` to `end`, which the caller has checked against `size`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back the file; views that were taken stay valid."""
+        """Close the file; existing views stay valid."""
 
 
 class MappedSource(ByteSource):
-    """A file here."""
+    """A memory-mapped local file."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -47,12 +47,12 @@ class MappedSource(ByteSource):
         return self._bytes[begin:end]
 
     def close(self) -> None:
-        # The mapping goes when the last view of it does.
+        # The mapping is released with its last view.
         self._bytes = np.empty(0, dtype=np.uint8)
 
 
 class ReadSource(ByteSource):
-    """A file here that may be cut off at any moment: with a mapping that ends the process."""
+    """A local file that may be truncated while it is read: with a mapping that raises SIGBUS."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -66,7 +66,7 @@ class ReadSource(ByteSource):
             room = found.data[done:]
             if not (count := os.preadv(self._file.fileno(), [room], begin + done)):
                 raise FormatError(
-                    f"{self._path}: was cut off while it was read. Try again when it is complete."
+                    f"{self._path}: was truncated while it was read. Try again when it is complete."
                 )
             done += count
         return found
@@ -76,7 +76,7 @@ class ReadSource(ByteSource):
 
 
 class RemoteSource(ByteSource):
-    """A file of a server; `url` is what to call it in messages."""
+    """A remote file; `url` is its name in messages."""
 
     def __init__(self, fs: Any, path: str, url: str, size: int) -> None:
         self._fs, self._path, self._url = fs, path, url
@@ -92,17 +92,17 @@ class RemoteSource(ByteSource):
             raise FormatError(f"{self._url}: was removed while it was read.") from None
         if len(found) != end - begin:
             raise FormatError(
-                f"{self._url}: asked for {end - begin} bytes at {begin} and got {len(found)}: "
-                "the file changed while it was read."
+                f"{self._url}: requested {end - begin} bytes at {begin} and got {len(found)}: the "
+                "file changed while it was read."
             )
         return np.frombuffer(found, dtype=np.uint8)
 
     def close(self) -> None:
-        pass  # nothing is held between requests
+        pass  # nothing is open between requests
 
 
 class SourceFile(io.RawIOBase):
-    """A range of a source as a file that can be read and sought, for `zipfile` and `pickle`."""
+    """A range of a source as a seekable file object, for `zipfile`."""
 
     def __init__(self, source: ByteSource, begin: int = 0, end: int | None = None) -> None:
         self._source, self._begin = source, begin
@@ -110,15 +110,15 @@ class SourceFile(io.RawIOBase):
         self._at = 0
 
     def readable(self) -> bool:
-        """It is."""
+        """Always true."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Always true."""
         return True
 
     def tell(self) -> int:
-        """Where the next read begins."""
+        """The current position."""
         return self._at
 
     def seek(self, offset: int, whence: int = 0) -> int:
@@ -130,7 +130,7 @@ class SourceFile(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` as far as the file goes."""
+        """Read into `buffer`, up to the end of the range."""
         n = max(0, min(len(buffer), self._size - self._at))
         start = self._begin + self._at
         memoryview(buffer).cast("B")[:n] = self._source.view(start, start + n).data

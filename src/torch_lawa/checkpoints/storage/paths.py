@@ -1,7 +1,7 @@
-"""Where bytes lie: a path here, or a URL through fsspec. Everything above asks a `Location`.
+"""A `Location` is a local path, or a URL that fsspec opens; all file access goes through it.
 
-Local files are memory-mapped; of remote ones just the asked ranges are fetched, so a piece is one
-request and the number of threads is the number of requests in flight.
+Local files are memory-mapped. From remote files only the requested ranges are fetched, so each
+piece is one request and the number of threads is the number of requests in flight.
 """
 
 import errno
@@ -33,60 +33,60 @@ __all__ = [
 
 
 class Location(ABC):
-    """A file or folder that may exist."""
+    """A path or URL of a file or folder, which need not exist."""
 
     local: bool
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Its last part."""
+        """The last component."""
 
     @abstractmethod
     def child(self, name: str) -> "Location":
-        """A name inside this folder."""
+        """An entry of this folder."""
 
     @property
     @abstractmethod
     def parent(self) -> "Location":
-        """The folder it lies in."""
+        """The folder that contains it."""
 
     @abstractmethod
     def is_file(self) -> bool:
-        """Whether there is a file."""
+        """Whether it is a file."""
 
     @abstractmethod
     def is_folder(self) -> bool:
-        """Whether there is a folder."""
+        """Whether it is a folder."""
 
     @abstractmethod
     def children(self) -> "list[Location]":
-        """What lies in this folder, by name; hidden files too."""
+        """The entries of this folder, sorted by name, hidden ones included."""
 
     @abstractmethod
     def glob(self) -> "list[Location]":
-        """What matches, where the place is a pattern."""
+        """The locations that match, if this is a pattern."""
 
     @abstractmethod
     def stamp(self) -> tuple[int, object]:
-        """Size, and something that changes when the file does."""
+        """The size, and a value that changes when the file does."""
 
     @abstractmethod
     def open(self) -> ByteSource:
-        """The bytes of the file."""
+        """Open the file for reading ranges of bytes."""
 
     def exists(self) -> bool:
-        """Whether there is a file or a folder."""
+        """Whether it is a file or a folder."""
         return self.is_file() or self.is_folder()
 
     @property
     def suffix(self) -> str:
-        """`.safetensors`, `.pt`; empty where there is none."""
+        """The suffix in lower case, such as `.pt`; empty if there is none."""
         return PurePosixPath(self.name).suffix.lower()
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """Size of the file in bytes."""
         return self.stamp()[0]
 
     def read_bytes(self) -> bytes:
@@ -99,9 +99,10 @@ class Location(ABC):
 
 
 class LocalPath(Location):
-    """A path.
+    """A local path.
 
-    Files are mapped, which is fastest, unless they are ones that somebody may cut off.
+    Files are memory-mapped, which is fastest, unless `mapped` is False: for files that may be
+    truncated while they are read.
     """
 
     local = True
@@ -174,7 +175,7 @@ class RemoteURL(Location):
 
     @property
     def path(self) -> str:
-        """The path as the file system knows it."""
+        """The path within the fsspec file system."""
         return self._path
 
     @property
@@ -195,14 +196,14 @@ class RemoteURL(Location):
         return self._kind() == "directory"
 
     def exists(self) -> bool:
-        """Whether there is one now, whatever was listed before."""
+        """Whether it exists now, regardless of cached listings."""
         with translated_errors(str(self)):
             self.fs.invalidate_cache(self._path)
         return self._kind() is not None
 
     def children(self) -> "list[Location]":
         with translated_errors(str(self)):
-            self.fs.invalidate_cache()  # a live run adds files
+            self.fs.invalidate_cache()  # a run in progress adds files
             try:
                 listed = self.fs.ls(self._path, detail=False)
             except FileNotFoundError as error:
@@ -228,13 +229,13 @@ class RemoteURL(Location):
         return int(found["size"]), str(mark)
 
     def open(self) -> ByteSource:
-        found = self._info()  # as last listed: formats check their size against their contents
+        found = self._info()  # may be cached: formats check the size against the contents
         if found is None:
             raise self._missing()
         return RemoteSource(self.fs, self._path, str(self), int(found["size"]))
 
     def read_bytes(self) -> bytes:
-        """The whole (small) file, as it is now and in one request."""
+        """The whole (small) file as it is now, in one request."""
         try:
             with translated_errors(str(self)):
                 return bytes(self.fs.cat_file(self._path))
@@ -242,12 +243,12 @@ class RemoteURL(Location):
             raise self._missing() from None
 
     def upload(self, path: Path) -> None:
-        """Become a copy of a local file; object stores show it when it is whole."""
+        """Upload a local file; object stores show it only when it is complete."""
         try:
             with translated_errors(str(self)):
                 self.fs.put_file(str(path), self._path)
         except (OSError, LawaError) as error:
-            raise OutputError(f"{error} It was not written.") from error
+            raise OutputError(f"{error} The file was not written.") from error
 
     def remove(self) -> None:
         """Remove the file."""
@@ -257,14 +258,14 @@ class RemoteURL(Location):
         except FileNotFoundError:
             return
         except (OSError, LawaError) as error:
-            raise OutputError(f"{error} It was not removed.") from error
+            raise OutputError(f"{error} The file was not removed.") from error
 
     def _kind(self) -> str | None:
         found = self._info()
         return None if found is None else str(found["type"])
 
     def _info(self) -> dict[str, Any] | None:
-        # Not `fs.isfile`: that takes every failure, such as missing credentials, for "no file".
+        # Not `fs.isfile`, which treats every failure, such as missing credentials, as "no file".
         try:
             with translated_errors(str(self)):
                 found: dict[str, Any] = self.fs.info(self._path)
@@ -280,7 +281,7 @@ class RemoteURL(Location):
 
 
 def is_url(text: str) -> bool:
-    """Whether it names a place through fsspec.
+    """Whether a text is a URL.
 
     >>> is_url("s3://bucket/run"), is_url("runs/a.pt")
     (True, False)
@@ -289,7 +290,7 @@ def is_url(text: str) -> bool:
 
 
 def parse_location(text: str | os.PathLike[str]) -> Location:
-    """The place that a path or URL names."""
+    """The location of a path or URL."""
     text = os.fspath(text)
     if not is_url(text) or text.startswith("file://"):
         return LocalPath(os.path.expanduser(text.removeprefix("file://")))
@@ -305,6 +306,6 @@ def parse_location(text: str | os.PathLike[str]) -> Location:
             f"{text}: {protocol}:// needs a package that is not installed ({error}). {what_next}"
         ) from None
     except ValueError as error:
-        raise ConfigError(f"{text}: {error}. Give a path or a URL that fsspec knows.") from None
-    fs.invalidate_cache()  # file systems live on and remember listings of earlier calls
+        raise ConfigError(f"{text}: {error}. Give a path or a URL that fsspec supports.") from None
+    fs.invalidate_cache()  # fsspec reuses file systems and their cached listings
     return RemoteURL(fs, path, protocol)

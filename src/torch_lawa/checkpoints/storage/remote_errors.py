@@ -1,7 +1,7 @@
-"""What a server's answer means to a user: which place, what is wrong with it, what to do next.
+"""Errors of remote file systems, translated: which URL, what is wrong, what to do next.
 
-fsspec passes on what the library behind a protocol raises, each its own; they are known here by
-their names, so that none of them need be installed.
+fsspec passes on the exceptions of the library behind each protocol. They are recognised by the
+names of their classes, so that none of these libraries has to be installed.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _SETTINGS = {"ValueError", "TypeError", "BotoCoreError"}  # a bad profile, regio
 
 
 def package_for(protocol: str) -> str | None:
-    """What to install for URLs of a protocol, where that is known.
+    """The package to install for a protocol, if it is known.
 
     >>> package_for("gs")
     'gcsfs'
@@ -40,11 +40,10 @@ def package_for(protocol: str) -> str | None:
 
 @contextlib.contextmanager
 def translated_errors(url: str) -> Iterator[None]:
-    """Errors of requests for `url`, in our words.
+    """Translate the errors of requests for `url`.
 
-    What a user can set right is a `ConfigError`. That a server is gone or fails is nobody's
-    mistake and may pass, so it stays an `OSError`; and so does a missing file, for the caller to
-    decide what that means.
+    What the user can fix becomes a `ConfigError`. A server that is down or fails stays an
+    `OSError`, since it may recover; so does a missing file, which the caller interprets.
     """
     try:
         yield
@@ -54,8 +53,8 @@ def translated_errors(url: str) -> Iterator[None]:
         if _code(error) == "NoSuchBucket" or (_code(error) == "404" and "/" not in _path(url)):
             bucket = f"{url.partition('://')[0]}://{_path(url).partition('/')[0]}"
             raise ConfigError(
-                f"{url}: there is no bucket {bucket} here. Check its name"
-                f"{_ENDPOINT.get(_family(url), '')}; buckets are not made by lawa."
+                f"{url}: the bucket {bucket} does not exist. Check its name"
+                f"{_ENDPOINT.get(_family(url), '')}; lawa does not create buckets."
             ) from error
         raise
     except Exception as error:
@@ -64,24 +63,24 @@ def translated_errors(url: str) -> Iterator[None]:
 
 def _explained(url: str, error: Exception) -> Exception:
     text, names = " ".join(str(error).split()).rstrip("."), _names(error)
-    log_in = _LOG_IN.get(_family(url), "Log in to it first.")
+    log_in = _LOG_IN.get(_family(url), "Log in first.")
     if any("Credentials" in name for name in names):
-        return ConfigError(f"{url}: no credentials for it ({text}). {log_in}")
+        return ConfigError(f"{url}: no credentials ({text}). {log_in}")
     if isinstance(error, PermissionError):
         return ConfigError(
-            f"{url}: the server does not allow it ({text}). Check which account you use and what "
-            f"it may do. {log_in}"
+            f"{url}: permission denied by the server ({text}). Check the account and its "
+            f"permissions. {log_in}"
         )
     if "range is not satisfiable" in text:
         return FormatError(f"{url}: became shorter while it was read.")
     if names & _UNREACHABLE:
         return ConnectionError(
             f"{url}: the server cannot be reached ({text}). Check the network"
-            f"{_ENDPOINT.get(_family(url), '')}, and run it again."
+            f"{_ENDPOINT.get(_family(url), '')}, and try again."
         )
     if names & _SETTINGS:
         return ConfigError(f"{url}: {text}. Check the URL and the settings for its server.")
-    return OSError(f"{url}: the server failed ({type(error).__name__}: {text}). Run it again.")
+    return OSError(f"{url}: the server failed ({type(error).__name__}: {text}). Try again.")
 
 
 def _names(error: Exception) -> set[str]:
@@ -89,7 +88,7 @@ def _names(error: Exception) -> set[str]:
 
 
 def _code(error: Exception) -> str:
-    """The code of an S3 answer behind an error, if there is one."""
+    """The code of the S3 response behind an error, if there is one."""
     answer = getattr(error.__cause__, "response", None)
     return str(answer.get("Error", {}).get("Code")) if isinstance(answer, dict) else ""
 

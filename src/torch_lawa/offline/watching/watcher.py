@@ -253,7 +253,7 @@ class Watcher:
         aside = self._window.made / path.name
         output = replace(plan.output, location=LocalPath(aside))
         try:
-            result = run_average(replace(plan, output=output), meter=_Meter(self._stop))
+            result = run_average(replace(plan, output=output), meter=_StoppingMeter(self._stop))
         except FormatError:
             if self._window.changed():
                 return None
@@ -267,7 +267,7 @@ class Watcher:
         return Averaged(plan.inputs, replace(result, location=LocalPath(path)))
 
 
-class _Meter(Meter):
+class _StoppingMeter(Meter):
     """Stops the work between two pieces when the watch ends."""
 
     def __init__(self, stop: threading.Event) -> None:

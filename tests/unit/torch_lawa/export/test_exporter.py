@@ -280,13 +280,13 @@ def test_an_empty_folder_may_be_there(tmp_path: Path) -> None:
     [
         ({"k": 4}, ConfigError, "1 to 3"),
         ({"dtype": torch.int8}, ConfigError, "floating-point"),
-        ({"max_shard_size": 0}, ConfigError, "cannot hold anything"),
+        ({"max_shard_size": 0}, ConfigError, "max_shard_size"),
         ({"max_shard_size": "big"}, ConfigError, "is not a size"),
         ({"coefficients": Explicit([1, 2])}, ConfigError, "2 weights.* 3 snapshots"),
         ({"folder": "s3://bucket/out"}, ConfigError, "a local folder"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_wrong_arguments_are_refused(
     how: dict[str, Any], error: type[Exception], words: str, tmp_path: Path
 ) -> None:
     _, averager, _ = trained()

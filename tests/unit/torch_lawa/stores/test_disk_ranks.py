@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_lawa import DiskStore, LatestWeightAverager
 from torch_lawa.errors import StoreError
 from torch_lawa.stores.disk_manifest import Manifest, Mark
-from torch_lawa.stores.disk_ranks import Ranks, Report, agree
+from torch_lawa.stores.disk_ranks import RankContents, Ranks, agree
 
 Values = dict[str, Tensor]
 
@@ -24,42 +24,44 @@ def marks(*indices: int, run: int = 1) -> tuple[Mark, ...]:
     return tuple(Mark(run, index, index + 1) for index in indices)
 
 
-def report(*indices: int, began: int = 1, age: int = 100, ends: int = 3, run: int = 1) -> Report:
+def contents(
+    *indices: int, began: int = 1, age: int = 100, ends: int = 3, run: int = 1
+) -> RankContents:
     held = marks(*indices, run=run)
-    return Report(run, began, age, held, frozenset(held[-ends:]))
+    return RankContents(run, began, age, held, frozenset(held[-ends:]))
 
 
 def test_the_newest_end_that_all_have_and_the_snapshots_before_it() -> None:
-    agreed = agree([report(3, 4, 5, 6, 7), report(1, 2, 3, 4, 5)], Path("window"))
+    agreed = agree([contents(3, 4, 5, 6, 7), contents(1, 2, 3, 4, 5)], Path("window"))
     assert agreed.snapshots == frozenset(marks(3, 4, 5))
     assert agreed.run == 2
-    with_a_hole = agree([report(3, 4, 5, 6, 7), report(2, 3, 5, 6)], Path("window"))
+    with_a_hole = agree([contents(3, 4, 5, 6, 7), contents(2, 3, 5, 6)], Path("window"))
     assert with_a_hole.snapshots == frozenset(marks(3, 5, 6))
 
 
 def test_snapshots_that_were_taken_again_are_others() -> None:
-    again = Report(2, 1, 9, (*marks(3, 4), *marks(5, run=2)), frozenset(marks(4)))
-    agreed = agree([report(3, 4, 5), again], Path("window"))
+    again = RankContents(2, 1, 9, (*marks(3, 4), *marks(5, run=2)), frozenset(marks(4)))
+    agreed = agree([contents(3, 4, 5), again], Path("window"))
     assert agreed.snapshots == frozenset(marks(3, 4))
     assert agreed.run == 3
 
 
 def test_ranks_too_far_apart_are_refused() -> None:
     with pytest.raises(StoreError, match=r"rank 0: steps 4 to 9, rank 1: steps 3 to 6"):
-        agree([report(3, 4, 5, 6, 7, 8), report(2, 3, 4, 5)], Path("window"))
+        agree([contents(3, 4, 5, 6, 7, 8), contents(2, 3, 4, 5)], Path("window"))
     with pytest.raises(StoreError, match=r"rank 0: steps 4 to 6, rank 1: none"):
-        agree([report(3, 4, 5), report(began=0, age=0, run=0)], Path("window"))
+        agree([contents(3, 4, 5), contents(began=0, age=0, run=0)], Path("window"))
 
 
 def test_all_begin_anew_where_one_had() -> None:
-    for newer in (report(began=2, age=0, run=2), report(7, 8, began=2, age=2, run=2)):
-        assert not agree([report(3, 4, 5), newer], Path("window")).snapshots
-    assert not agree([report(0, 1, age=2), report(began=0, age=0)], Path("window")).snapshots
+    for newer in (contents(began=2, age=0, run=2), contents(7, 8, began=2, age=2, run=2)):
+        assert not agree([contents(3, 4, 5), newer], Path("window")).snapshots
+    assert not agree([contents(0, 1, age=2), contents(began=0, age=0)], Path("window")).snapshots
 
 
 def test_a_rank_in_trouble_stops_all() -> None:
     with pytest.raises(StoreError, match=r"rank 1 .*it is damaged"):
-        agree([report(3, 4, 5), "it is damaged"], Path("window"))
+        agree([contents(3, 4, 5), "it is damaged"], Path("window"))
 
 
 class Cluster:
@@ -75,7 +77,7 @@ class Cluster:
     def start(self) -> None:
         self.averagers: list[LatestWeightAverager] = []
         # What each would send, before anyone goes on: that is what a collective gives.
-        sent = [self.report(rank) for rank in range(2)]
+        sent = [self.contents(rank) for rank in range(2)]
         self.patch.setattr(Ranks, "exchange", lambda ranks, mine: sent)
         for rank in range(2):
             self.patch.setattr(Ranks, "now", staticmethod(lambda rank=rank: Ranks(rank, 2)))
@@ -84,8 +86,8 @@ class Cluster:
             )
             self.averagers.append(averager)
 
-    def report(self, rank: int) -> Report:
-        return Report.of(Manifest.read(Ranks(rank, 2).folder(self.root)))
+    def contents(self, rank: int) -> RankContents:
+        return RankContents.of(Manifest.read(Ranks(rank, 2).folder(self.root)))
 
     def collect(self, ranks: tuple[int, ...]) -> None:
         step = self.timeline[-1][0] + 1 if self.timeline else 1
@@ -211,10 +213,10 @@ def test_a_loaded_window_can_only_end_with_its_newest(cluster: Callable[[], Clus
     for _ in range(5):
         run.collect((0, 1))
     run.averagers[0].load_state_dict(deepcopy(run.averagers[0].state_dict()))
-    found = run.report(0)
+    found = run.contents(0)
     assert [mark.step for mark in found.held] == [3, 4, 5]
     assert [mark.step for mark in found.ends] == [5]
-    assert {mark.run for mark in found.held} == {run.report(1).run + 1}
+    assert {mark.run for mark in found.held} == {run.contents(1).run + 1}
 
 
 @pytest.mark.parametrize("behind", [0, 1])

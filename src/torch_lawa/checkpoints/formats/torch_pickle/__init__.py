@@ -1,1 +1,1 @@
-"""PyTorch pickles read as data: nothing in them is imported or executed, and no torch is needed."""
+"""PyTorch's pickles read as data: without PyTorch, and without importing or executing anything."""

@@ -1,7 +1,7 @@
-"""The zip files of `torch.save`: a pickle that describes tensors, and an entry for each storage.
+"""The zip files of `torch.save`: a pickle that describes tensors, and one entry per storage.
 
-Nothing of PyTorch is needed and nothing in the file is executed. Entries are stored, so a tensor is
-a view of the file.
+PyTorch is not needed and nothing in the file is executed. Entries are not compressed, so a tensor
+is a view of the file.
 """
 
 import struct
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load_archive"]
 
-_LEGACY = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")  # the magic number of before 1.6
+_LEGACY = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")  # the magic number before PyTorch 1.6
 _EDGE = 64 * 1024
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, ..., lengths of the name and of the extra
 _SAVE_AGAIN = "load it with torch and save model.state_dict() again with torch.save"
@@ -28,31 +28,31 @@ _SAVE_AGAIN = "load it with torch and save model.state_dict() again with torch.s
 def load_archive(
     source: ByteSource, location: Location, begin: int = 0, end: int | None = None
 ) -> Any:
-    """The object in a zip of `torch.save`, which may be a range of a file.
+    """Load the object in a zip of `torch.save`, which may be a range of a file.
 
-    Tensors in it are `StoredTensor` or `Unusable`, dicts and lists are themselves, anything else
-    is inert.
+    Tensors become `StoredTensor` or `UnusableTensor`; dicts, lists and plain values stay what they
+    are; anything else becomes a `Record`.
     """
-    section = _Section(source, begin, source.size if end is None else end)
+    section = _ArchiveSection(source, begin, source.size if end is None else end)
     _check_kind(section, location)
     entries = _read_directory(section, location)
 
     def content(name: str) -> "Bytes":
         entry = entries[name]
         if entry.size > MAX_PICKLE:
-            raise FormatError(f"{location}: {name} in it is too large: save the weights alone.")
+            raise FormatError(f"{location}: {name} in it is too large: save only the weights.")
         start = entry.find_start(section, location, 0)
         return section.view(start, start + entry.size)
 
     if "byteorder" in entries and content("byteorder").tobytes() != b"little":
         raise FormatError(
-            f"{location}: not written by a little-endian machine: {_SAVE_AGAIN} on one."
+            f"{location}: not written on a little-endian machine: {_SAVE_AGAIN} on one."
         )
 
     def load_storage(pid: Any) -> Storage:
         kind, label, key, _location, _numel = pid
         if kind != "storage" or not isinstance(label, Label) or not isinstance(key, str):
-            raise ValueError("a persistent id that is no storage")
+            raise ValueError("a persistent id that is not a storage")
         entry = entries.get(f"data/{key}")
         data = _EntryData(source, location, begin, entry)
         if entry and section.is_at_hand(entry.header, entry.header + entry.header_size):
@@ -62,8 +62,8 @@ def load_archive(
     return load_pickle(content("data.pkl"), location, MAKERS, load_storage)
 
 
-class _Section(ByteSource):
-    """A range of a source whose first and last bytes are fetched once: a zip begins at its end."""
+class _ArchiveSection(ByteSource):
+    """A range of a source; its first and last bytes, where a zip is described, are fetched once."""
 
     def __init__(self, source: ByteSource, begin: int, end: int) -> None:
         self._source, self._begin, self.size = source, begin, end - begin
@@ -73,7 +73,7 @@ class _Section(ByteSource):
         self._head = self._tail if edge == self.size else source.view(begin, begin + edge)
 
     def is_at_hand(self, begin: int, end: int) -> bool:
-        """Whether these bytes are fetched already."""
+        """Whether these bytes have been fetched."""
         return end <= len(self._head) or begin >= self._tail_begin
 
     def view(self, begin: int, end: int) -> "Bytes":
@@ -84,12 +84,12 @@ class _Section(ByteSource):
         return self._source.view(self._begin + begin, self._begin + end)
 
     def close(self) -> None:
-        """The source belongs to someone else."""
+        """The caller owns the source."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A file in the zip, as the directory tells of it."""
+    """A file in the zip, as the central directory describes it."""
 
     name: bytes
     header: int
@@ -98,11 +98,11 @@ class _Entry:
 
     @property
     def header_size(self) -> int:
-        """Of the local header, without the extra part that it may end with."""
+        """Size of the local header, without the extra field."""
         return _LOCAL_HEADER.size + len(self.name)
 
     def find_start(self, source: ByteSource, location: Location, base: int) -> int:
-        """Where its bytes begin in a source where the zip begins at `base`: its header says it."""
+        """Read from the local header where the bytes begin; the zip begins at `base`."""
         at, limit = base + self.header, base + self.limit
         header = source.view(at, min(at + self.header_size, limit)).tobytes()
         if len(header) == self.header_size:
@@ -112,13 +112,13 @@ class _Entry:
             if signature == b"PK\3\4" and named and start + self.size <= limit:
                 return start
         raise FormatError(
-            f"{location}: the entry {self.name.decode(errors='replace')!r} does not lie where the "
+            f"{location}: the entry {self.name.decode(errors='replace')!r} is not where the "
             "directory of the zip says. The file is damaged; write it again."
         )
 
 
 class _EntryData:
-    """The bytes of an entry; its header is looked at when the first are asked for."""
+    """The bytes of an entry; its header is read with the first of them."""
 
     __slots__ = ("_base", "_entry", "_location", "_source", "start")
 
@@ -137,7 +137,7 @@ class _EntryData:
         return self._source.view(start + begin, start + end)
 
 
-def _check_kind(section: _Section, location: Location) -> None:
+def _check_kind(section: _ArchiveSection, location: Location) -> None:
     head = section.view(0, min(512, section.size)).tobytes()
     if head.startswith(b"PK\3\4"):
         return
@@ -146,25 +146,25 @@ def _check_kind(section: _Section, location: Location) -> None:
             f"{location}: written in the format of PyTorch before 1.6: {_SAVE_AGAIN}."
         )
     raise FormatError(
-        f"{location}: not a file of torch.save (it is no zip). It may be truncated or of another "
+        f"{location}: not a file of torch.save (not a zip). It may be truncated or of another "
         "format; write it again."
     )
 
 
-def _read_directory(section: _Section, location: Location) -> dict[str, _Entry]:
-    """Every entry by its name within the archive's one folder."""
+def _read_directory(section: _ArchiveSection, location: Location) -> dict[str, _Entry]:
+    """Every entry, by its name within the only folder of the archive."""
     try:
         with zipfile.ZipFile(SourceFile(section)) as archive:
             infos, limit = archive.infolist(), archive.start_dir
-    except Exception as error:  # a broken zip can raise nearly anything
+    except Exception as error:  # a damaged zip can raise nearly anything
         raise FormatError(
-            f"{location}: not a whole zip file ({error}). It is truncated or damaged; "
+            f"{location}: not a complete zip file ({error}). It is truncated or damaged; "
             "write it again."
         ) from None
     tops = [i.orig_filename.removesuffix("data.pkl") for i in infos]
     tops = [top for top in tops if top.endswith("/") and top.count("/") == 1]
     if len(tops) != 1:
-        raise FormatError(f"{location}: a zip, but not of torch.save, which has one data.pkl.")
+        raise FormatError(f"{location}: a zip, but not from torch.save, which writes one data.pkl.")
     found: dict[str, _Entry] = {}
     for info in infos:
         name = info.orig_filename.removeprefix(tops[0])
@@ -175,7 +175,7 @@ def _read_directory(section: _Section, location: Location) -> dict[str, _Entry]:
             )
         found[name] = _check_entry(info, limit, location)
     if len(found) != len(infos):
-        raise FormatError(f"{location}: an entry of the zip is there twice. Write the file again.")
+        raise FormatError(f"{location}: the zip contains an entry twice. Write the file again.")
     return found
 
 
@@ -186,7 +186,7 @@ def _check_entry(info: zipfile.ZipInfo, limit: int, location: Location) -> _Entr
     elif info.flag_bits & 1:
         problem = "is encrypted"
     elif info.compress_size != info.file_size or not 0 <= info.header_offset < limit:
-        problem = "has sizes that cannot be"
+        problem = "has inconsistent sizes"
     if problem:
         raise FormatError(f"{location}: the entry {info.orig_filename!r} {problem}: {_SAVE_AGAIN}.")
     name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")

@@ -1,8 +1,13 @@
-"""Pickles read as data: a name in them becomes a label, a call becomes a record of that call.
+"""Pickles read as data: a name in them becomes a `Label`, a call becomes a `Record` of that call.
 
 Python's unpickler imports what a file names and calls it. This one imports nothing and calls only
-the makers it is given, which are ours. It is built on the one written in Python: in the one written
-in C, five bytes can ask for 64 GiB (LONG_BINPUT) and hashing nested tuples can overflow its stack.
+the `makers` it is given, which are functions of this package.
+
+It subclasses `pickle._Unpickler`, the implementation in Python. That class is private, so a release
+of Python may change it; its table of opcodes is the documented protocol, and the tests of this
+module, with damaged and random pickles, run on every supported version. The public
+`pickle.Unpickler` is written in C and cannot be used: single opcodes cannot be replaced there, five
+bytes can request 64 GiB (LONG_BINPUT), and hashing nested tuples can overflow the stack.
 """
 
 import io
@@ -11,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch_lawa.checkpoints.formats.pickle_names import DICTS, HARMLESS
 from torch_lawa.errors import FormatError
+from torch_lawa.mean.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from torch_lawa.mean.kernels import Bytes
@@ -25,15 +30,81 @@ _MAX_MESSAGE = 200
 Maker = Callable[..., object]
 
 
+# The names that a pickle may use. None of them is imported: they stay names.
+
+
+def _paths(text: str) -> set[str]:
+    """`module: name name` on each line."""
+    lines = (line.split(":") for line in text.strip().splitlines())
+    return {f"{module.strip()}.{name}" for module, names in lines for name in names.split()}
+
+
+# Classes that are read as dicts.
+_DICTS = frozenset(
+    _paths(
+        """
+        collections: OrderedDict Counter defaultdict
+        lightning.fabric.utilities.data: AttributeDict
+        lightning.pytorch.utilities.parsing: AttributeDict
+        lightning_fabric.utilities.data: AttributeDict
+        pytorch_lightning.utilities.parsing: AttributeDict
+        """
+    )
+)
+
+# What real checkpoints contain beside their weights, and what describes tensors.
+_HARMLESS = frozenset(
+    _paths(
+        """
+        argparse: Namespace
+        types: SimpleNamespace
+        builtins: bool bytearray bytes complex dict float frozenset int list long object range set
+        builtins: slice str tuple type unicode xrange getattr
+        _codecs: encode
+        _io: BytesIO
+        copy_reg: _reconstructor
+        copyreg: _reconstructor
+        datetime: date datetime time timedelta timezone
+        decimal: Decimal
+        uuid: UUID
+        typing: Any
+        pathlib: Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath
+        pathlib._local: Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath
+        numpy: dtype ndarray bool_ float16 float32 float64 int8 int16 int32 int64
+        numpy: uint8 uint16 uint32 uint64
+        numpy.core.multiarray: _reconstruct scalar
+        numpy._core.multiarray: _reconstruct scalar
+        numpy._core.numeric: _frombuffer
+        numpy.core.numeric: _frombuffer
+        omegaconf.base: ContainerMetadata Metadata
+        omegaconf.dictconfig: DictConfig
+        omegaconf.listconfig: ListConfig
+        omegaconf.nodes: AnyNode BooleanNode FloatNode IntegerNode StringNode
+        pytorch_lightning.callbacks.early_stopping: EarlyStopping
+        pytorch_lightning.callbacks.model_checkpoint: ModelCheckpoint
+        torch: Size Tensor device complex32 complex128 float4_e2m1fn_x2 bits8 bits16
+        torch: qint8 quint8 qint32 quint4x2 quint2x4
+        torch: per_tensor_affine per_channel_affine per_channel_affine_float_qparams
+        torch.nn.parameter: Parameter Buffer
+        torch.serialization: _get_layout
+        torch.storage: TypedStorage _TypedStorage
+        torch.torch_version: TorchVersion
+        """
+    )
+    | {f"torch.{dtype.torch_name}" for dtype in DTYPES.values()}
+    | {f"torch.{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A name that a pickle refers to, `torch.float32`; it stands for nothing but itself."""
+    """A name that a pickle refers to, such as `torch.float32`; nothing is imported for it."""
 
     path: str
 
 
 class Record:
-    """An object that was not made: its class or function, the arguments, and what came after."""
+    """An object that was not created: its class or function, the arguments, and its state."""
 
     __slots__ = ("args", "items", "path", "state")
 
@@ -43,7 +114,7 @@ class Record:
         self.items: list[object] | None = None
 
     def add(self, items: list[object]) -> None:
-        """What a list or a set would have been given."""
+        """Add items, as to a list or a set."""
         if self.items is None:
             self.items = []
         self.items += items
@@ -55,29 +126,29 @@ def load_pickle(
     makers: Mapping[str, Maker | None],
     load_storage: Maker | None = None,
 ) -> Any:
-    """What a pickle holds: plain values, labels, records, and what `makers` make.
+    """Load a pickle: plain values, labels, records, and what `makers` return.
 
-    `makers` are the only functions that are ever called, by the name that the pickle uses; with
-    None in place of one, the name is allowed and no more. `load_storage` answers persistent ids.
-    Whatever goes wrong is a FormatError that names `location`.
+    `makers` are the only functions that are ever called, by the name that the pickle uses; None
+    instead of a function allows the name and calls nothing. `load_storage` resolves persistent
+    ids. Every failure is a FormatError that names `location`.
 
     >>> load_pickle(pickle.dumps({"a": [1, (2.5, None)]}), "a.pt", {})
     {'a': [1, (2.5, None)]}
     >>> load_pickle(pickle.dumps(print), "a.pt", {})
     Traceback (most recent call last):
-    torch_lawa.errors.FormatError: a.pt: asks for builtins.print, which no weights need...
+    torch_lawa.errors.FormatError: a.pt: refers to builtins.print, which weights do not need...
     """
     if len(data) > MAX_PICKLE:
         raise FormatError(
-            f"{location}: holds a pickle of {len(data)} bytes, more than {MAX_PICKLE}: save "
-            "model.state_dict() alone."
+            f"{location}: contains a pickle of {len(data)} bytes, more than {MAX_PICKLE}: save "
+            "only model.state_dict()."
         )
     file = io.BytesIO(data if isinstance(data, bytes) else data.tobytes())
     try:
         return _Unpickler(file, location, makers, load_storage).load()
     except FormatError:
         raise
-    except Exception as error:  # bytes that are no pickle can raise anything
+    except Exception as error:  # random bytes can raise anything
         what = f"{type(error).__name__}: {error}"[:_MAX_MESSAGE]
         raise FormatError(
             f"{location}: the pickle in it is broken ({what}). Write the file again."
@@ -85,7 +156,7 @@ def load_pickle(
 
 
 def inside(thing: object) -> Iterator[object]:
-    """What a container of a loaded pickle directly holds; nothing for other values."""
+    """The direct contents of a container in a loaded pickle; nothing for other values."""
     if isinstance(thing, dict):
         yield from thing.values()
     elif isinstance(thing, list | tuple):
@@ -95,13 +166,13 @@ def inside(thing: object) -> Iterator[object]:
 
 
 class Tree(dict[object, object]):
-    """A dict that was an OrderedDict or the like, with the attributes it was given."""
+    """A dict that was an OrderedDict or similar, with the attributes it was given."""
 
     attributes: object = None
 
 
 def _make_dict(*args: Any) -> Tree:
-    """OrderedDict, Counter, defaultdict: their class does not matter here."""
+    """OrderedDict, Counter or defaultdict; which of them does not matter here."""
     found = Tree()
     for arg in args:
         pairs = arg.items() if isinstance(arg, dict) else arg if isinstance(arg, list) else ()
@@ -122,7 +193,7 @@ def _put(target: object, key: object, value: object) -> None:
 
 
 def _check_key(key: object, depth: int = 0) -> None:
-    """Tuples in tuples are hashed by recursion that nothing bounds: only small ones may be keys."""
+    """Allow only small tuples as keys: nested ones are hashed by unbounded recursion."""
     if isinstance(key, tuple) and depth < 3 and len(key) <= 16:
         for part in key:
             _check_key(part, depth + 1)
@@ -131,7 +202,7 @@ def _check_key(key: object, depth: int = 0) -> None:
 
 
 class _Unpickler(pickle._Unpickler):
-    """The opcodes that name, call, build or fill something, replaced; extension codes removed."""
+    """Replaces the opcodes that name, call, build or fill something; has no extension codes."""
 
     if TYPE_CHECKING:
         stack: list[Any]
@@ -149,17 +220,17 @@ class _Unpickler(pickle._Unpickler):
     ) -> None:
         super().__init__(file, encoding="utf-8", errors="replace")
         self._location, self._load_storage = location, load_storage
-        self._makers: Mapping[str, Maker | None] = {**dict.fromkeys(DICTS, _make_dict), **makers}
+        self._makers: Mapping[str, Maker | None] = {**dict.fromkeys(_DICTS, _make_dict), **makers}
 
     def find_class(self, module: str, name: str) -> Label:
         path = f"{'builtins' if module == '__builtin__' else module}.{name}"
-        if path in self._makers or path in HARMLESS:
+        if path in self._makers or path in _HARMLESS:
             return Label(path)
         shown = path if path.isprintable() else repr(path)
         raise FormatError(
-            f"{self._location}: asks for {shown[:_MAX_MESSAGE]}, which no weights need; it was not "
-            "executed. If you trust the file, load it with torch and save model.state_dict() "
-            "alone, or convert it to safetensors."
+            f"{self._location}: refers to {shown[:_MAX_MESSAGE]}, which weights do not need; it "
+            "was not executed. If you trust the file, load it with torch and save only "
+            "model.state_dict(), or convert it to safetensors."
         )
 
     def persistent_load(self, pid: object) -> object:
@@ -184,7 +255,7 @@ class _Unpickler(pickle._Unpickler):
     def _inst(self) -> None:
         module, name = (self.readline()[:-1].decode() for _ in range(2))
         made = self._call(self.find_class(module, name), tuple(self.pop_mark()))
-        self.append(made)  # `pop_mark` has put another `append` in place
+        self.append(made)  # looked up after `pop_mark`, which replaces `append`
 
     def _obj(self) -> None:
         label, *args = self.pop_mark()
@@ -255,6 +326,6 @@ class _Unpickler(pickle._Unpickler):
         pickle.DICT[0]: _dict,
         pickle.EMPTY_SET[0]: _empty_set,
         pickle.FROZENSET[0]: _frozenset,
-        # The same on disk; theirs reserves the claimed length before it looks.
+        # The same bytes on disk; the original allocates the claimed length before it checks it.
         pickle.BYTEARRAY8[0]: pickle._Unpickler.dispatch[pickle.BINBYTES8[0]],
     }  # type: ignore[assignment]

@@ -1,7 +1,7 @@
-"""Where the weights are in what a training loop saved, and what their names are.
+"""Where the weights are in what a training loop saved, and their canonical names.
 
-A file of PyTorch holds any object; usual are a state dict, or a dict with one under a known key
-beside the optimizer and other things.
+`torch.save` stores any object; usually it is a state dict, or a dict with one under a known key
+beside the state of the optimizer and others.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ Dict = dict[object, object]
 class FoundWeights(Generic[Leaf]):
     """The tensors that were found, the dotted key they are under ("" for the top), and notes.
 
-    `metadata` is what a state dict says of itself in plain text, in its `_metadata`.
+    `metadata` has the text entries of the state dict's `_metadata`.
     """
 
     tensors: dict[str, Leaf]
@@ -57,10 +57,10 @@ def find_weights(
     key: str | None = None,
     all_if_unclear: bool = False,
 ) -> FoundWeights[Leaf]:
-    """The weights in a loaded object, under their canonical names; `leaf` is what tensors are.
+    """Find the weights in a loaded object; `leaf` is the class of its tensors.
 
-    `key` says where to look ("." is the top). With `all_if_unclear`, a dict of dicts without a
-    known key and without an optimizer is taken whole; else it is an error that lists the choices.
+    `key` says where they are ("." is the top). With `all_if_unclear`, a dict of dicts without a
+    known key and without an optimizer is used as a whole; otherwise an error lists the choices.
 
     >>> found = find_weights({"model": {"module.w": 1.5}, "optimizer": {"m": 2.5}}, float, "a.pt")
     >>> found.tensors, found.key
@@ -69,7 +69,7 @@ def find_weights(
     finder = _Finder(leaf, location)
     if not isinstance(top, dict):
         raise FormatError(
-            f"{location}: holds a {type(top).__name__}, not a dict of named tensors: save "
+            f"{location}: contains a {type(top).__name__}, not a dict of named tensors: save "
             "model.state_dict()."
         )
     if key is not None:
@@ -78,7 +78,7 @@ def find_weights(
 
 
 def find_progress(top: object) -> TrainingProgress:
-    """Step and epoch, where they are plain numbers at the top.
+    """Step and epoch, if they are plain numbers at the top level.
 
     >>> find_progress({"global_step": 500, "epoch": 3})
     TrainingProgress(step=500, epoch=3)
@@ -94,7 +94,7 @@ def find_progress(top: object) -> TrainingProgress:
 
 
 def is_training_state(key: object) -> bool:
-    """Whether a key names what training keeps beside the weights.
+    """Whether a key names training state other than the weights.
 
     >>> is_training_state("optimizer_states"), is_training_state("encoder")
     (True, False)
@@ -105,7 +105,7 @@ def is_training_state(key: object) -> bool:
 class _Finder(Generic[Leaf]):
     def __init__(self, leaf: type[Leaf], location: object) -> None:
         self._leaf, self._location = leaf, location
-        self._known: dict[int, bool] = {}  # by id: everything lives as long as the top does
+        self._known: dict[int, bool] = {}  # by id: everything is alive as long as the top is
 
     def look_up(self, top: Dict, key: str) -> Dict:
         """The dict under a dotted key."""
@@ -124,13 +124,13 @@ class _Finder(Generic[Leaf]):
         whole = not rest and key and not key.endswith(".")
         if not whole or not isinstance(node, dict) or not self._holds(node):
             raise FormatError(
-                f"{self._location}: there are no weights under the key {key!r}; entries that hold "
-                f"tensors: {self._list_entries(top)}."
+                f"{self._location}: no weights under the key {key!r}; entries with tensors: "
+                f"{self._list_entries(top)}."
             )
         return node
 
     def guess(self, top: Dict, all_if_unclear: bool) -> tuple[Dict, str, tuple[str, ...]]:
-        """The dict that holds the weights, its key, and a note where there was a choice."""
+        """The dict with the weights, its key, and a note if there was a choice."""
         nested = [k for k, v in top.items() if not isinstance(v, self._leaf) and self._holds(v)]
         direct = [k for k, v in top.items() if isinstance(v, self._leaf)]
         for prefix, tree in self._candidates(top, direct, nested):
@@ -138,7 +138,7 @@ class _Finder(Generic[Leaf]):
             if present:
                 first, *others = (prefix + k for k in present)
                 also = ", ".join(map(repr, others))
-                note = f"weights under {first!r} (also there: {also}; {_CHOOSE})"
+                note = f"weights under {first!r} (also found: {also}; {_CHOOSE})"
                 chosen = tree[present[0]]
                 assert isinstance(chosen, dict)
                 return chosen, first, (note,) if others else ()
@@ -152,17 +152,17 @@ class _Finder(Generic[Leaf]):
         if all_if_unclear and not any(map(is_training_state, (*nested, *inner))):
             return top, "", ()
         if not direct and not nested:
-            keys = ", ".join(repr(str(k)) for k in list(top)[:12]) or "nothing"
-            raise FormatError(f"{self._location}: holds no tensors: it has {keys}.")
+            keys = ", ".join(repr(str(k)) for k in list(top)[:12]) or "none"
+            raise FormatError(f"{self._location}: contains no tensors (keys: {keys}).")
         raise FormatError(
-            f"{self._location}: it is not clear which tensors are the weights; {_CHOOSE}, "
-            f"of: {self._list_entries(top)}."
+            f"{self._location}: it is not clear which tensors are the weights; {_CHOOSE} from: "
+            f"{self._list_entries(top)}."
         )
 
     def _candidates(
         self, top: Dict, direct: list[object], nested: list[object]
     ) -> Iterator[tuple[str, Dict]]:
-        """The top, and what is under its one key where there is one (PyTorch's own `app`)."""
+        """The top, and the dict under its only key (`app` in PyTorch's own examples)."""
         yield "", top
         if len(nested) == 1 and not direct and isinstance(only := top[nested[0]], dict):
             yield f"{nested[0]}.", only
@@ -171,7 +171,7 @@ class _Finder(Generic[Leaf]):
         return isinstance(value, dict) and self._holds(value)
 
     def _holds(self, thing: object) -> bool:
-        """Whether there is a tensor somewhere in it; what refers to itself is no trouble."""
+        """Whether it contains a tensor at any depth; reference cycles are handled."""
         if id(thing) not in self._known:
             todo, seen = [thing], {id(thing)}
             found = False
@@ -197,7 +197,7 @@ class _Finder(Generic[Leaf]):
         return (", ".join(map(repr, names[:12])) + more or "none") + " ('.' is everything)"
 
     def collect(self, tree: Dict, key: str, notes: tuple[str, ...]) -> FoundWeights[Leaf]:
-        """The tensors in a dict by dotted names, with what wrappers put in front taken off."""
+        """The tensors in a dict by dotted names, without the prefixes of wrappers."""
         flat: list[tuple[str, Leaf]] = []
         left_out: list[str] = []
         for name, value in self._walk(tree, "", 0):
@@ -206,7 +206,9 @@ class _Finder(Generic[Leaf]):
             else:
                 left_out.append(name)
             if len(flat) + len(left_out) > _MAX_NAMES:
-                raise FormatError(f"{self._location}: more than {_MAX_NAMES} names; damaged?")
+                raise FormatError(
+                    f"{self._location}: more than {_MAX_NAMES} names; the file may be damaged."
+                )
         if left_out:
             more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
             notes += ("left out, not tensors: " + ", ".join(map(repr, left_out[:3])) + more,)
@@ -216,7 +218,7 @@ class _Finder(Generic[Leaf]):
         for key, value in tree.items():
             if not isinstance(key, str | int):
                 raise FormatError(
-                    f"{self._location}: {prefix!r} holds a tensor named by a {type(key).__name__}."
+                    f"{self._location}: {prefix!r} has a tensor with a {type(key).__name__} as key."
                 )
             name = f"{prefix}{key}"
             if isinstance(value, self._leaf) or not self._holds(value):
@@ -240,7 +242,7 @@ class _Finder(Generic[Leaf]):
                     f"{name!r}): rename one."
                 )
             if not plain.isascii() and not _is_text(plain):
-                raise FormatError(f"{self._location}: the name {plain!r} is not text.")
+                raise FormatError(f"{self._location}: the name {plain!r} is not valid text.")
             found[plain] = value
         return found
 

@@ -1,6 +1,6 @@
-"""Row-major bytes of tensors that lie otherwise: strided, expanded, or scattered over chunks.
+"""Row-major bytes of tensors that are stored otherwise: strided, expanded, or in chunks.
 
-Only the asked range is put together, whatever the size of the tensor.
+Only the requested range is assembled, whatever the size of the tensor.
 """
 
 import math
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_DIMS", "boxes", "copy_strided", "gather_bytes", "is_row_major"]
 
-MAX_DIMS = 32  # of NumPy before 2
-_MAX_VIEW = 64 * 1024 * 1024  # bytes of a source that are looked at together
+MAX_DIMS = 32  # the limit of NumPy before 2
+_MAX_VIEW = 64 * 1024 * 1024  # bytes of a source that are read at once
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether values with these strides (in values) lie in order and without gaps.
+    """Whether values with these strides (in elements) are contiguous and in row-major order.
 
     >>> is_row_major((2, 3), (3, 1)), is_row_major((2, 3), (1, 2)), is_row_major((1, 3), (0, 1))
     (True, False, True)
@@ -42,7 +42,7 @@ def is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
-    """Values `begin` to `end` in row-major order, as boxes (where they start, their sizes).
+    """Values `begin` to `end` in row-major order, as boxes (starts, sizes).
 
     >>> list(boxes((3, 4), 2, 9))
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
@@ -75,7 +75,7 @@ def _in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> Iterator[
 def gather_bytes(
     spec: TensorSpec, fill: "Callable[[Values, tuple[int, ...]], None]", begin: int, end: int
 ) -> "Bytes":
-    """Bytes `begin` to `end`; `fill(out, starts)` puts the box at `starts` into `out`."""
+    """Bytes `begin` to `end`; `fill(out, starts)` fills `out` with the box at `starts`."""
     item = DTYPES[spec.dtype].itemsize
     first, last = begin // item, -(-end // item)
     out = np.empty(last - first, dtype=f"u{item}")
@@ -89,9 +89,9 @@ def gather_bytes(
 def copy_strided(
     view: "Callable[[int, int], Bytes]", start: int, stride: tuple[int, ...], out: "Values"
 ) -> None:
-    """Fill `out` with the values at `start` and `stride`, both in values.
+    """Fill `out` with the values at `start` and `stride`, both in elements.
 
-    `view(begin, end)` gives bytes. Where the values span much, they are fetched in parts.
+    `view(begin, end)` returns bytes. Values that span a large range are fetched in parts.
     """
     if not out.size:
         return
@@ -107,5 +107,5 @@ def copy_strided(
         return
     data = view(start * item, (start + extent) * item)
     steps = tuple(step * item for step in stride)
-    # This constructor checks that every value lies within the buffer.
+    # This constructor checks that every value is within the buffer.
     out[...] = np.ndarray(out.shape, out.dtype, buffer=data.data, strides=steps)

@@ -1,7 +1,7 @@
 """Tensors as the pickles of `torch.save` describe them, and the functions that rebuild them.
 
-Every claim is checked against the storage. A tensor that cannot be read stays in its place with the
-reason, since only those among the weights matter.
+Shapes and offsets are checked against the storage. An unreadable tensor is kept with the reason,
+which is an error only if it is among the weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,7 +41,7 @@ _KINDS = {
     "Bool": "bool", "ComplexFloat": "complex64", "ComplexDouble": "complex128", "QInt8": "qint8",
     "QUInt8": "quint8", "QInt32": "qint32", "QUInt4x2": "quint4x2", "QUInt2x4": "quint2x4",
 }  # fmt: skip
-# What a storage's class says of the dtype of its tensors, where they do not say it themselves.
+# The dtype that a storage's class implies, for tensors that do not state their own.
 STORAGES = {
     f"{module}.{kind}Storage": f"torch.{dtype}"
     for kind, dtype in _KINDS.items()
@@ -53,7 +53,7 @@ _MAX_SIZE = 2**48
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Storage:
-    """The memory that tensors of a file share: an entry of the zip, None bytes where it is not."""
+    """The memory that tensors share: an entry of the zip; `nbytes` is None if it is missing."""
 
     key: str
     dtype: str
@@ -62,49 +62,49 @@ class Storage:
 
 
 class DescribedTensor:
-    """A tensor of which a pickle speaks, whether it can be read or not."""
+    """A tensor that a pickle describes, whether it can be read or not."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StoredTensor(DescribedTensor):
-    """A tensor as the file describes it: a storage, where in it, and how it is strided."""
+    """A tensor as the file describes it: a storage, the offset in it, and strides."""
 
     storage: Storage
     spec: TensorSpec
-    offset: int  # in values
+    offset: int  # in elements
     stride: tuple[int, ...]
 
     @property
     def identity(self) -> object:
-        """Equal for names of one file that are the same values seen the same way."""
+        """Equal for names in one file that share the same values (tied weights)."""
         if not self.spec.numel:
             return id(self)
         return self.storage.key, self.spec, self.offset, self.stride
 
     def read(self, begin: int, end: int) -> "Bytes":
-        """Bytes `begin` to `end` in row-major order: a view of the file where they lie so."""
+        """Bytes `begin` to `end` in row-major order: a view of the file if it is stored so."""
         if begin >= end or not is_row_major(self.spec.shape, self.stride):
             return gather_bytes(self.spec, self.fill, begin, end)
         start = self.offset * DTYPES[self.spec.dtype].itemsize
         return self.storage.view(start + begin, start + end)
 
     def fill(self, out: "Values", starts: tuple[int, ...]) -> None:
-        """Put the box of the shape of `out` that begins at `starts` into it."""
+        """Fill `out` with the box of its shape that begins at `starts`."""
         first = self.offset + sum(i * s for i, s in zip(starts, self.stride, strict=True))
         copy_strided(self.storage.view, first, self.stride, out)
 
 
 @dataclass(frozen=True, slots=True)
 class UnusableTensor(DescribedTensor):
-    """A tensor that cannot be read, and why: an error where it is among the weights."""
+    """An unreadable tensor, and why it is."""
 
     why: str
 
 
 def as_size(values: object) -> tuple[int, ...] | None:
-    """A shape, offset or stride that can be one; None where it cannot.
+    """A valid shape, offset or stride; None if it is not one.
 
     >>> as_size([2, 3]), as_size((2, -1)), as_size((2.0,))
     ((2, 3), None, None)
@@ -122,25 +122,23 @@ def _describe(
     if not isinstance(storage, Storage):
         raise TypeError("a tensor without a storage")
     if dtype not in CODES:
-        return UnusableTensor(f"is of {dtype}, which safetensors cannot hold")
+        return UnusableTensor(f"has dtype {dtype}, which safetensors cannot store")
     shape, steps, first = as_size(size), as_size(stride), as_size([offset])
     if shape is None or steps is None or first is None or len(shape) != len(steps):
-        return UnusableTensor("has a shape, stride or offset that cannot be; the file is damaged")
+        return UnusableTensor("has an invalid shape, stride or offset; the file is damaged")
     if isinstance(flags, dict) and (flags.get("conj") or flags.get("neg")):
-        return UnusableTensor(
-            "is a lazy conjugate or negative: save tensor.resolve_conj() in its place"
-        )
+        return UnusableTensor("is a lazy conjugate or negative: save tensor.resolve_conj() instead")
     spec = TensorSpec(CODES[dtype], shape)
     if storage.nbytes is None:
         if spec.numel:
-            return UnusableTensor(f"has no data: the entry data/{storage.key} is not in the file")
+            return UnusableTensor(f"has no data: the entry data/{storage.key} is missing")
     elif spec.numel:
         item = DTYPES[spec.dtype].itemsize
         extent = 1 + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
         if (first[0] + extent) * item > storage.nbytes or spec.nbytes >= 2**62:
             return UnusableTensor(
-                f"claims {(first[0] + extent) * item} bytes of the entry data/{storage.key}, "
-                f"which has {storage.nbytes}; the file is damaged"
+                f"needs {(first[0] + extent) * item} bytes of the entry data/{storage.key}, which "
+                f"has {storage.nbytes}; the file is damaged"
             )
     return StoredTensor(storage, spec, first[0], steps)
 
@@ -183,7 +181,7 @@ def _unusable(why: str) -> Maker:
 def _size(values: object = ()) -> tuple[int, ...]:
     size = as_size(values)
     if size is None:
-        raise ValueError("a torch.Size that cannot be")
+        raise ValueError("an invalid torch.Size")
     return size
 
 

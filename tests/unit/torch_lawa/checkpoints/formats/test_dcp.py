@@ -129,7 +129,9 @@ def test_the_weights_of_a_nested_save(tmp_path: Path) -> None:
 
 def test_other_ways_of_nesting(tmp_path: Path) -> None:
     state, weights = training("net")
-    with pytest.raises(FormatError, match=r"not clear which .* of: 'net', 'optimizer\.state'"):
+    with pytest.raises(
+        FormatError, match=r"not clear which .*--key from: 'net', 'optimizer\.state'"
+    ):
         save(tmp_path / "a", state)
     assert_holds(DistributedCheckpoint(LocalPath(tmp_path / "a"), key="net"), weights)
     # The pattern of PyTorch's own tutorial.

@@ -40,16 +40,16 @@ def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("weight_map", "message"),
     [
-        ({"a": "/etc/passwd"}, "a shard must be a file beside the index"),
-        ({"a": "../one.safetensors"}, "a shard must be a file beside the index"),
-        ({"a": "sub/one.safetensors"}, "a shard must be a file beside the index"),
-        ({"a": "..\\one.safetensors"}, "a shard must be a file beside the index"),
-        ({"a": ".."}, "a shard must be a file beside the index"),
-        ({"a": ""}, "a shard must be a file beside the index"),
-        ({"a": 3}, "a shard must be a file beside the index"),
-        ({"a": "gone.safetensors"}, "names the shard 'gone.safetensors', which is not there"),
-        ({**GOOD, "c": "one.safetensors"}, "says 'c' is here; it is not"),
-        ({"b": "one.safetensors", "a": "one.safetensors"}, "says 'b' is here; it is not"),
+        ({"a": "/etc/passwd"}, "a shard must be a file in the same folder"),
+        ({"a": "../one.safetensors"}, "a shard must be a file in the same folder"),
+        ({"a": "sub/one.safetensors"}, "a shard must be a file in the same folder"),
+        ({"a": "..\\one.safetensors"}, "a shard must be a file in the same folder"),
+        ({"a": ".."}, "a shard must be a file in the same folder"),
+        ({"a": ""}, "a shard must be a file in the same folder"),
+        ({"a": 3}, "a shard must be a file in the same folder"),
+        ({"a": "gone.safetensors"}, "names the shard 'gone.safetensors', which does not exist"),
+        ({**GOOD, "c": "one.safetensors"}, "names 'c', which is not in this file"),
+        ({"b": "one.safetensors", "a": "one.safetensors"}, "names 'b', which is not in this file"),
         ({}, "no weight_map"),
         ([1], "no weight_map"),
         (None, "no weight_map"),
@@ -64,14 +64,14 @@ def test_an_index_that_lies(tmp_path: Path, weight_map: Any, message: str) -> No
 def test_a_tensor_that_the_index_forgot(tmp_path: Path) -> None:
     folder(tmp_path)
     save_file({"a": torch.ones(2), "x": torch.ones(1)}, tmp_path / "one.safetensors")
-    with pytest.raises(FormatError, match=r"one.safetensors: holds 'x', which"):
+    with pytest.raises(FormatError, match=r"one.safetensors: contains 'x', which"):
         open_checkpoint(LocalPath(tmp_path))
 
 
 def test_a_shard_that_is_broken_is_named(tmp_path: Path) -> None:
     folder(tmp_path)
     (tmp_path / "two.safetensors").write_bytes(b"\xff" * 20)
-    with pytest.raises(FormatError, match=r"two.safetensors: not a whole safetensors file"):
+    with pytest.raises(FormatError, match=r"two.safetensors: not a complete safetensors file"):
         open_checkpoint(LocalPath(tmp_path))
 
 

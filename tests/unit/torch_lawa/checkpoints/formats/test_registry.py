@@ -19,13 +19,13 @@ from torch_lawa.checkpoints.formats.registry import (
     file_suffixes,
     open_checkpoint,
     output_layouts,
-    register,
+    register_format,
 )
 from torch_lawa.checkpoints.formats.safetensors import SafetensorsFile
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location
 from torch_lawa.cli.main import lawa as cli
 from torch_lawa.errors import ConfigError
-from torch_lawa.offline import average_checkpoints, plan_average
+from torch_lawa.offline import AverageOptions, average_checkpoints, plan_average
 
 CODES = {np.dtype(np.float32): "F32", np.dtype(np.int64): "I64"}
 Arrays = dict[str, np.ndarray]
@@ -78,7 +78,7 @@ def write_npz(staged: StagedValues) -> None:
 
 @pytest.fixture
 def npz() -> Iterator[Format]:
-    yield register(
+    yield register_format(
         Format(
             name="npz",
             title="NumPy file",
@@ -98,7 +98,7 @@ def folder_format() -> Iterator[Format]:
     def write(staged: StagedValues) -> None:
         np.savez(staged.target / "arrays.npz", **read_values(staged.values))
 
-    yield register(
+    yield register_format(
         Format(
             name="npz-folder",
             title="folder of arrays",
@@ -164,8 +164,8 @@ def test_formats_convert_into_each_other(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("folder_format")
 def test_a_new_format_of_folders(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "step-{}/arrays.npz")
-    plan = plan_average(tmp_path / "run", tmp_path / "mean", last=2, layout="arrays")
-    average_checkpoints(plan)
+    options = AverageOptions(layout="arrays")
+    average_checkpoints(tmp_path / "run", tmp_path / "mean", last=2, options=options)
     assert [p.name for p in (tmp_path / "mean").iterdir()] == ["arrays.npz"]
     with open_checkpoint(LocalPath(tmp_path / "mean")) as found:
         np.testing.assert_array_equal(
@@ -187,7 +187,7 @@ def test_two_formats_cannot_claim_the_same(clash: dict[str, object]) -> None:
     how = {"name": "npz", "title": "", "description": "", "open": lambda *_: None, **clash}
     before = list(FORMATS)
     with pytest.raises(ConfigError, match="already belongs to"):
-        register(Format(**how))  # type: ignore[arg-type]
+        register_format(Format(**how))  # type: ignore[arg-type]
     assert list(FORMATS) == before
 
 

@@ -138,7 +138,7 @@ def test_hostile_files_are_refused_and_nothing_runs(tmp_path: Path, where: str) 
         "class": b"}Vx\ncargparse\nNamespace\n)\x81}V__class__\n" + call + b"sbs" + tensor[1:],
     }[where]
     write_zip(tmp_path / "bad.pt", content, DATA)
-    with pytest.raises(FormatError, match=r"bad\.pt: asks for os\.system, .* was not executed"):
+    with pytest.raises(FormatError, match=r"bad\.pt: refers to os\.system, .* was not executed"):
         TorchFile(LocalPath(tmp_path / "bad.pt"))
     assert not canary.exists()
     data = zipfile.ZipFile(tmp_path / "bad.pt").read("top/data.pkl")
@@ -154,7 +154,7 @@ class Trusting(pickle.Unpickler):
 
 def test_a_pickled_model_is_refused_with_the_way_out(tmp_path: Path) -> None:
     torch.save(small_net(), tmp_path / "a.pt")
-    with pytest.raises(FormatError, match=r"asks for torch\.nn\.modules.* save model\.state_dict"):
+    with pytest.raises(FormatError, match=r"refers to torch\.nn\.modules.*model\.state_dict"):
         TorchFile(LocalPath(tmp_path / "a.pt"))
 
 
@@ -192,7 +192,7 @@ def test_zips_that_lie_are_refused(tmp_path: Path) -> None:
         with zipfile.ZipFile(path, "w") as archive:
             for name in ("a/data.pkl", "a/data/0", "a/data/0"):
                 archive.writestr(name, tensor_pickle())
-    with pytest.raises(FormatError, match=r"a\.pt: an entry of the zip is there twice"):
+    with pytest.raises(FormatError, match=r"a\.pt: .*an entry twice"):
         TorchFile(LocalPath(path))
     for names in ([], ["x"], ["data.pkl"], ["a/b/data.pkl"], ["a/data.pkl", "b/data.pkl"]):
         with zipfile.ZipFile(path, "w") as archive:

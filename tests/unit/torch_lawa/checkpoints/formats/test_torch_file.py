@@ -227,7 +227,7 @@ def test_a_file_of_timm_with_two_choices(tmp_path: Path) -> None:
     assert_holds(found, weights)
     assert found.progress == TrainingProgress(None, 7)
     assert found.notes == (
-        "weights under 'state_dict' (also there: 'state_dict_ema'; choose with --key)",
+        "weights under 'state_dict' (also found: 'state_dict_ema'; choose with --key)",
     )
     chosen = open_checkpoint(LocalPath(tmp_path / "a.pth.tar"), key="state_dict_ema")
     assert_holds(chosen, ema)
@@ -259,7 +259,7 @@ def test_a_key_may_be_a_path(tmp_path: Path) -> None:
     for wrong in ("", "x", "nets.x", "nets.d.a.w", "nets.d.x", "step", "nets."):
         with pytest.raises(FormatError, match=r"a\.pt: .*'nets\.g\.ema', 'nets\.d', 'nets\.bl"):
             TorchFile(location, key=wrong)
-    with pytest.raises(FormatError, match=r"not clear .* choose with --key, of: 'nets\.g\.ema'"):
+    with pytest.raises(FormatError, match=r"not clear .* choose with --key from: 'nets\.g\.ema'"):
         TorchFile(location)
 
 
@@ -270,7 +270,7 @@ def test_tensors_at_the_top_beside_nested_ones(tmp_path: Path) -> None:
     assert found.notes == ("left out, not weights: 'optimizer'", "left out, not tensors: 'epoch'")
     assert found.progress.epoch == 2
     made = {"latent_avg": torch.rand(2), "g_ema": weights}
-    with pytest.raises(FormatError, match=r"of: 'g_ema' \('\.' is everything\)"):
+    with pytest.raises(FormatError, match=r"from: 'g_ema' \('\.' is everything\)"):
         save(tmp_path / "b.pt", made)
     found = TorchFile(LocalPath(tmp_path / "b.pt"), key=".")
     assert_holds(
@@ -304,18 +304,18 @@ def test_names_lose_what_wrappers_put_in_front(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (torch.rand(2), r"holds a StoredTensor, not a dict"),
-        ([torch.rand(2)], r"holds a list"),
-        ({}, r"holds no tensors: it has nothing"),
-        ({"epoch": 3, "path": "x"}, r"holds no tensors: it has 'epoch', 'path'"),
+        (torch.rand(2), r"a StoredTensor, not a dict"),
+        ([torch.rand(2)], r"a list, not a dict"),
+        ({}, r"no tensors \(keys: none"),
+        ({"epoch": 3, "path": "x"}, r"no tensors \(keys: 'epoch', 'path'"),
         ({"model": {"a": [torch.rand(2)]}}, r"'a' is a list with tensors in it"),
-        ({"model": {None: torch.rand(2)}}, r"named by a NoneType"),
-        ({"net": two(), "optimizer": adam_state()}, r"of: 'net', 'optimizer\.state' "),
-        ({"w": torch.ones(2, dtype=torch.complex128)}, r"tensor 'w' is of torch\.complex128"),
+        ({"model": {None: torch.rand(2)}}, r"NoneType as key"),
+        ({"net": two(), "optimizer": adam_state()}, r"from: 'net', 'optimizer\.state' "),
+        ({"w": torch.ones(2, dtype=torch.complex128)}, r"tensor 'w' has dtype torch\.complex128"),
         ({"w": torch.eye(2).to_sparse()}, r"tensor 'w' is sparse"),
         ({"w": torch.ones(2, dtype=torch.complex64).conj()}, r"tensor 'w' is a lazy conjugate"),
         ({"w": torch.empty(2, device="meta")}, r"tensor 'w' is on the meta device"),
-        ({"\ud800": torch.rand(2)}, r"is not text"),
+        ({"\ud800": torch.rand(2)}, r"not valid text"),
     ],
 )
 def test_what_has_no_weights_is_refused(tmp_path: Path, made: object, message: str) -> None:
@@ -346,7 +346,7 @@ def test_other_files_of_pytorch_are_told_apart(tmp_path: Path) -> None:
         with pytest.raises(FormatError, match=r"b\.pt: a TorchScript program"):
             TorchFile(LocalPath(tmp_path / "b.pt"))
     write_zip(tmp_path / "c.pt", b"}.", {"byteorder": b"big"})
-    with pytest.raises(FormatError, match=r"c\.pt: not written by a little-endian"):
+    with pytest.raises(FormatError, match=r"c\.pt: .*little-endian"):
         TorchFile(LocalPath(tmp_path / "c.pt"))
 
 

@@ -114,7 +114,7 @@ def test_room_is_reserved_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
             monkeypatch.setattr(os, "posix_fallocate", refuse)
 
         fail(errno.ENOSPC)
-        with pytest.raises(OutputError, match="no room for 5,000 bytes"):
+        with pytest.raises(OutputError, match="no space for 5,000 bytes"):
             reserve(file.fileno(), 5000, path)
         fail(errno.EOPNOTSUPP)  # some file systems cannot: the size is set all the same
         reserve(file.fileno(), 5000, path)

@@ -175,7 +175,7 @@ def test_a_file_that_changes_while_it_is_read(remote: RemoteURL) -> None:
     remote.fs.pipe(location.path, b"0123456789")
     source = location.open()
     remote.fs.pipe(location.path, b"0123")
-    with pytest.raises(FormatError, match=r"memory://unit/remote/a: asked for 6 bytes .* got 2"):
+    with pytest.raises(FormatError, match=r"memory://unit/remote/a: requested 6 bytes .* got 2"):
         source.view(2, 8)
     remote.fs.rm(location.path)
     with pytest.raises(FormatError, match=r"memory://unit/remote/a: was removed"):
@@ -218,7 +218,7 @@ UNREACHABLE = type("ConnectionError", (BOTO,), {})  # not the built-in one
 @pytest.mark.parametrize(
     ("error", "kind", "says"),
     [
-        (PermissionError("Forbidden"), ConfigError, r"not allow it \(Forbidden\).*AWS_PROFILE"),
+        (PermissionError("Forbidden"), ConfigError, r"denied .*\(Forbidden\).*AWS_PROFILE"),
         (make_error("NoCredentialsError", BOTO, "Unable to locate credentials"), ConfigError,
          r"no credentials .*Unable to locate.*AWS_ACCESS_KEY_ID"),
         (make_error("EndpointConnectionError", UNREACHABLE, "Could not connect\n to x"),
@@ -228,7 +228,7 @@ UNREACHABLE = type("ConnectionError", (BOTO,), {})  # not the built-in one
         (make_error("ProfileNotFound", BOTO, "The config profile (x) could not be found"),
          ConfigError, "profile.*settings"),
         (ValueError("Invalid bucket name"), ConfigError, r"Invalid bucket name\. Check the URL"),
-        (OSError("SlowDown"), OSError, r"the server failed \(OSError: SlowDown\)\. Run it again"),
+        (OSError("SlowDown"), OSError, r"the server failed \(OSError: SlowDown\)"),
         (make_error("ResponseParserError", Exception, "bad XML"), OSError, "ResponseParserError"),
         (FormatError("ours"), FormatError, "^ours$"),
     ],
@@ -252,7 +252,7 @@ def test_what_a_server_says_becomes_what_to_do(
         if error is not caught.value:
             assert str(caught.value).startswith("s3://bucket/a.pt: ")
     for act in (lambda: location.upload(Path(__file__)), location.remove):
-        with pytest.raises(OutputError, match=r"It was not (written|removed)"):
+        with pytest.raises(OutputError, match=r"not (written|removed)"):
             act()
 
 
@@ -261,7 +261,7 @@ def test_other_servers_get_other_advice() -> None:
     with pytest.raises(ConfigError, match="gcloud auth"), translated_errors("gs://bucket/x"):
         raise error
     with (
-        pytest.raises(ConfigError, match="Log in to it first"),
+        pytest.raises(ConfigError, match="Log in first"),
         translated_errors("abfs://bucket/x"),
     ):
         raise error

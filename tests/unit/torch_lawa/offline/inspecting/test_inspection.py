@@ -186,7 +186,7 @@ def test_a_run(tmp_path: Path) -> None:
         "  step 1500  108 B  PyTorch file  step_1500.pt",
         "  step 2000         not readable  step_2000.safetensors",
     ]
-    assert "not a whole safetensors file" in " ".join(str(found).split())  # lines are wrapped
+    assert "not a complete safetensors file" in " ".join(str(found).split())  # lines are wrapped
     assert "left out: best.safetensors" in str(found)
     shown = json.loads(json.dumps(found.to_json()))
     assert [c["bytes"] for c in shown["checkpoints"]] == [108, 108, 108, None]
