@@ -22,7 +22,7 @@ TESTS = str(Path(__file__).parents[1])
 def train(rank: int, path: str, parallel: str, stop: int, recipe: str) -> str | None:
     """Train a smoke run, or go on with it, until it is stopped."""
     sys.path.insert(0, TESTS)
-    plan = smoke_plan(recipe, lookahead=True)
+    plan = smoke_plan(recipe, lookahead=True, methods=("ema:0.9",))
     worker = choose_worker("cpu")
     options = {"parallel": parallel, "save_trajectory": True}
     try:

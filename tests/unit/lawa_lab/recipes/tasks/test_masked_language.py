@@ -250,7 +250,7 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         CONFIG.make_task(tmp_path, seed=0, worker=Worker(), smoke=False)
     with pytest.raises(DataError, match=r"21 sequences of 18 tokens .* one step needs 22"):
         make(batch_size=22)
-    with pytest.raises(DataError, match="0 held out"):
+    with pytest.raises(DataError, match="0 for validation"):
         make(sequence_length=200, batch_size=1)
     for name, value in (
         ("width", 200),
