@@ -19,9 +19,9 @@ WORDS: list[object] = ["average", "run", "--last", 2, "-o", "out", "--overwrite"
 MOMENTS = {
     "planning": "torch_lawa.offline.plan:match_tensors",
     "opening": "torch_lawa.offline.multi_process:open_checkpoint",
-    "writing": "torch_lawa.offline.writing:SafetensorsSink.write",
-    "flushing": "torch_lawa.offline.writing:SafetensorsSink.flush",
-    "publishing": "torch_lawa.offline.writing:_deliver",
+    "writing": "torch_lawa.offline.output_files:SafetensorsSink.write",
+    "flushing": "torch_lawa.offline.output_files:SafetensorsSink.flush",
+    "publishing": "torch_lawa.offline.output_files:_deliver",
 }
 
 
@@ -102,7 +102,7 @@ def test_rank_0_hangs(home: Path) -> None:
 
 def test_a_slow_rank_is_waited_for(home: Path) -> None:
     """For longer than the timeout, as long as it is alive."""
-    slow = "import time\nfrom torch_lawa.offline.writing import SafetensorsSink as S\n"
+    slow = "import time\nfrom torch_lawa.offline.output_files import SafetensorsSink as S\n"
     slow += "flush = S.flush\nS.flush = lambda self: (time.sleep(6.0), flush(self))\n"
     ended = finish(start(WORDS, 2, folder=home, timeout=TIMEOUT, hooks={1: slow}))
     assert [e.code for e in ended] == [0, 0], ended
@@ -141,9 +141,9 @@ def test_a_rank_that_sees_other_files(home: Path, hook: str, reason: str) -> Non
 
 def test_a_failed_rank_stops_the_others(home: Path) -> None:
     """They do not complete their shares first: here that would take minutes."""
-    slow = "import time\nfrom torch_lawa.offline.writing import SafetensorsSink as S\n"
+    slow = "import time\nfrom torch_lawa.offline.output_files import SafetensorsSink as S\n"
     slow += "S.write = lambda *_: time.sleep(1.0)\n"
-    broken = "from torch_lawa.offline.writing import SafetensorsSink as S\n"
+    broken = "from torch_lawa.offline.output_files import SafetensorsSink as S\n"
     broken += "def write(*_):\n    raise OSError('broken disk')\nS.write = write\n"
     words: list[object] = [*WORDS, "--threads", 1]
     big = torch.zeros(8_000_000)

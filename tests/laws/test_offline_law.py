@@ -260,7 +260,8 @@ def test_include_and_exclude_select_the_same_tensors_online_and_offline(
         averager.collect(model, step=step)
         save_single(model, run, step)
     out = tmp_path / "mean.safetensors"
-    average_checkpoints(plan_average(run, out, last=3, include=include, exclude=exclude))
+    options = AverageOptions(include=include, exclude=exclude)
+    average_checkpoints(run, out, last=3, options=options)
     made, online, newest = load_file(out), averager.average(), untied(model)
     del online["head.weight"]
     assert 0 < len(made) < len(newest)

@@ -42,11 +42,12 @@ def test_the_papers_pseudocode_gives_the_same_weights() -> None:
 
 
 def test_two_averagers_do_not_share_the_counters_of_one_schedule() -> None:
-    every_other, model = Every(2), nn.Linear(1, 1)
-    first, second = (LatestWeightAverager(k=2, schedule=every_other) for _ in range(2))
-    collected = [(first.step(model), second.step(model)) for _ in range(4)]
-    assert collected == [(False, False), (True, True), (False, False), (True, True)]
-    assert every_other.num_calls == 0
+    plateau, model = OnPlateau(), nn.Linear(1, 1)
+    first, second = (LatestWeightAverager(k=2, schedule=plateau) for _ in range(2))
+    losses = (3.0, 2.0, 2.5)
+    collected = [tuple(a.step(model, loss=loss) for a in (first, second)) for loss in losses]
+    assert collected == [(False, False), (False, False), (True, True)]
+    assert plateau == OnPlateau()
 
 
 def test_average_loads_into_the_model() -> None:

@@ -84,7 +84,7 @@ class Inspection:
     def __str__(self) -> str:
         lines = [plain(str(self.location))]
         lines += labelled("Format", wrapped(self._described()))
-        lines += labelled("TrainingProgress", _progress_lines(self.progress))
+        lines += labelled("Progress", _progress_lines(self.progress))
         names = [(format_bytes(size), plain(name)) for name, size in self.files.items()]
         lines += labelled("Files", aligned(names, right={0}))
         lines += labelled(

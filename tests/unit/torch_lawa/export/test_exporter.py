@@ -16,12 +16,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from support.models import round_fraction, same_bits, true_mean
 from torch import Tensor, nn
-from torch_lawa.offline.inspection import inspect_checkpoint
 
 from torch_lawa import DiskStore, Explicit, LatestWeightAverager, average_checkpoints, plan_average
 from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
 from torch_lawa.errors import ConfigError, LawaError, NotReadyError, OutputError
 from torch_lawa.export import folder_writer
+from torch_lawa.offline import inspect_checkpoint
 
 
 class Net(nn.Module):

@@ -5,13 +5,13 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch_lawa.offline.writing import LaidFile
 
 from torch_lawa.checkpoints.formats.base import TensorSpec
 from torch_lawa.checkpoints.formats.safetensors import encode_header
 from torch_lawa.offline.engine import value_width
 from torch_lawa.offline.matching import PlannedTensor
 from torch_lawa.offline.multi_process import BLOCK, share_cuts, spans_between
+from torch_lawa.offline.output_files import LaidFile
 
 CODES = ("F64", "C64", "I64", "F32", "BF16", "F16", "U8", "BOOL")  # widest first, as in a file
 
