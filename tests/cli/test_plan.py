@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from torch_lawa import window
+from torch_lawa import window_mean
 from torch_lawa.cli import main as cli
 from torch_lawa.cli import plan_text
 
@@ -144,7 +144,7 @@ def test_notes(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_sliding_begins_where_the_averager_begins() -> None:
     """The averager's own number lies beside PyTorch, which a plan does not load."""
-    assert window._SLIDING_FROM == plan_text._SLIDING_FROM
+    assert window_mean._SLIDING_FROM == plan_text._SLIDING_FROM
 
 
 @pytest.mark.parametrize(

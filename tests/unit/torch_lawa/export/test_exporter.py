@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from support.models import round_fraction, same_bits, true_mean
 from torch import Tensor, nn
 
-from torch_lawa import DiskStore, Explicit, LatestWeightAverager, average_checkpoints, plan_average
+from torch_lawa import DiskStore, Explicit, LatestWeightAverager, average_checkpoints
 from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
 from torch_lawa.errors import ConfigError, LawaError, NotReadyError, OutputError
 from torch_lawa.export import folder_writer
@@ -195,7 +195,7 @@ def test_the_same_tensors_as_from_checkpoints_on_disk(dtype: str | None, tmp_pat
     _, averager, _ = trained(checkpoints=tmp_path / "run")
     offline = tmp_path / "mean.safetensors"
     # A frozen layer is a float like any other there; its mean is itself.
-    average_checkpoints(plan_average(tmp_path / "run", offline, last=3, dtype=dtype))
+    average_checkpoints(tmp_path / "run", offline, last=3, options=AverageOptions(dtype=dtype))
     averager.save_pretrained(tmp_path / "out", dtype=getattr(torch, dtype) if dtype else None)
     found, expected = load_file(tmp_path / "out" / "model.safetensors"), load_file(offline)
     assert set(found) == set(expected)
