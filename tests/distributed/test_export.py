@@ -269,7 +269,7 @@ def failures(rank: int, folder: str) -> dict[str, str]:
 
     averager = collected(sharded("fsdp"))
     out = f"{folder}/out"
-    write, one_by_one = FolderSink.write, exporter.Window.one_by_one
+    write, mean_by_tensor = FolderSink.write, exporter.Window.mean_by_tensor
 
     calls = 0
 
@@ -288,14 +288,14 @@ def failures(rank: int, folder: str) -> dict[str, str]:
     folder_writer.publish = publish
 
     def broken(*arguments: Any) -> Any:
-        made = one_by_one(*arguments)
+        made = mean_by_tensor(*arguments)
         if rank == 1:
             made.make = no_room  # type: ignore[method-assign, assignment]
         return made
 
-    exporter.Window.one_by_one = broken  # type: ignore[method-assign]
+    exporter.Window.mean_by_tensor = broken  # type: ignore[method-assign]
     attempt("rank 1 cannot read", lambda: averager.save_pretrained(out))
-    exporter.Window.one_by_one = one_by_one  # type: ignore[method-assign]
+    exporter.Window.mean_by_tensor = mean_by_tensor  # type: ignore[method-assign]
     early = LatestWeightAverager(k=2, min_snapshots=1)
     if rank == 0:
         early.collect({"w": torch.ones(3)})

@@ -130,8 +130,8 @@ def test_digests_belong_to_their_checkpoint(tmp_path: Path, size: int) -> None:
 
 COUNT = """
 import atexit, sys
-from torch_lawa.offline import multi_process, writing
-num_bytes, real_write = [], writing.SafetensorsSink.write
+from torch_lawa.offline import multi_process, output_files
+num_bytes, real_write = [], output_files.SafetensorsSink.write
 real_run = multi_process.run
 def write(self, name, begin, piece):
     num_bytes.append(len(piece))
@@ -140,7 +140,7 @@ def run(*args, threads, **kwargs):
     made = real_run(*args, threads=threads, **kwargs)
     print(sum(num_bytes), threads, file=sys.stderr)
     return made
-writing.SafetensorsSink.write = write
+output_files.SafetensorsSink.write = write
 multi_process.run = run
 """
 
@@ -165,7 +165,7 @@ def test_rank_0_reports_what_rank_1_finds(home: Path, tmp_path: Path) -> None:
     words: list[object] = ["average", "step_1.safetensors", "-o", "m.safetensors"]
     ended = finish(start(words, 2, folder=tmp_path))
     assert [e.code for e in ended] == [0, 0]
-    assert "the mean of 'w' holds NaN or Inf" in ended[0].stderr
+    assert "the mean of 'w' contains NaN or Inf" in ended[0].stderr
     assert ended[1].stderr == ""
 
 
@@ -175,7 +175,7 @@ def test_overwriting_follows_the_same_rules(home: Path, tmp_path: Path) -> None:
     save_file({"w": torch.zeros(3)}, tmp_path / "m" / "model.safetensors")
     ended = finish(start(words, 2, folder=home))
     assert [e.code for e in ended] == [1, 1]
-    assert ended[0].stderr.startswith(f"Error: {tmp_path / 'm'}: exists already")
+    assert ended[0].stderr.startswith(f"Error: {tmp_path / 'm'}: already exists")
     assert ended[1].stderr.startswith("Error: rank 0 failed")
     assert "exists already" in ended[1].stderr
     ended = finish(start([*words, "--overwrite"], 2, folder=home))

@@ -437,7 +437,7 @@ def test_averaged_metrics_reach_tensorboard(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"k": 0}, "k=0: the number of snapshots"),
+        ({"k": 0}, "k=0: give an int"),
         ({"store": "cloud"}, "store='cloud': choose one of 'host', 'device'"),
         ({"collect_strategy": "minutes"}, "collect_strategy='minutes'"),
         ({"collect_strategy": "steps", "collect_every": 0}, "collect_every=0"),
