@@ -28,7 +28,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torch_lawa import DiskStore, LatestWeightAverager, average_checkpoints, plan_average
+from torch_lawa import (
+    AverageOptions,
+    DiskStore,
+    LatestWeightAverager,
+    average_checkpoints,
+    inspect_checkpoint,
+)
 from torch_lawa.checkpoints.formats.safetensors_folder import FolderSink
 from torch_lawa.export import exporter, folder_writer
 
@@ -332,7 +338,7 @@ def test_one_failure_is_everybodys(pair: tuple[Path, Any]) -> None:
     assert first["rank 1 cannot read"].startswith("OutputError: rank 1 failed")
     assert "No space left" in first["rank 1 cannot read"]
     assert second["rank 1 cannot read"].startswith("OSError")
-    assert "rank 1 failed, so nothing was written: 0 of 2" in first["rank 1 has nothing"]
+    assert "rank 1 failed, so nothing was written: only 0 of 2" in first["rank 1 has nothing"]
     assert second["rank 1 has nothing"].startswith("NotReadyError: 0 of 2")
     for told in (first, second):
         assert told["k is too large"].startswith("ConfigError")
@@ -413,9 +419,10 @@ def test_transformers_loads_it_and_files_give_the_same(pair: tuple[Path, Any]) -
         assert same_bits(loaded.state_dict()[name], tensor), name
     assert loaded.lm_head.weight is loaded.transformer.wte.weight
 
-    plan = plan_average(tmp_path / "run", tmp_path / "offline", last=K, max_shard_size=1000)
-    average_checkpoints(plan)
-    assert [step.step for step in plan.inputs] == [2, 3, 4]
+    options = AverageOptions(max_shard_size=1000)
+    average_checkpoints(tmp_path / "run", tmp_path / "offline", last=K, options=options)
+    made = inspect_checkpoint(tmp_path / "offline").provenance
+    assert [each["step"] for each in made["inputs"]] == [2, 3, 4]
     offline = {}
     for file in (tmp_path / "offline").glob("model-*-of-*.safetensors"):
         offline |= load_file(file)

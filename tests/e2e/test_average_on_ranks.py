@@ -177,7 +177,7 @@ def test_overwriting_follows_the_same_rules(home: Path, tmp_path: Path) -> None:
     assert [e.code for e in ended] == [1, 1]
     assert ended[0].stderr.startswith(f"Error: {tmp_path / 'm'}: already exists")
     assert ended[1].stderr.startswith("Error: rank 0 failed")
-    assert "exists already" in ended[1].stderr
+    assert "already exists" in ended[1].stderr
     ended = finish(start([*words, "--overwrite"], 2, folder=home))
     assert [e.code for e in ended] == [0, 0]
     assert load_file(tmp_path / "m" / "model.safetensors")["w"].tolist() == [1.5] * 3

@@ -17,7 +17,13 @@ from safetensors.torch import load_file
 from support.models import round_fraction, same_bits, true_mean
 from torch import Tensor, nn
 
-from torch_lawa import DiskStore, Explicit, LatestWeightAverager, average_checkpoints
+from torch_lawa import (
+    AverageOptions,
+    DiskStore,
+    Explicit,
+    LatestWeightAverager,
+    average_checkpoints,
+)
 from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
 from torch_lawa.errors import ConfigError, LawaError, NotReadyError, OutputError
 from torch_lawa.export import folder_writer
