@@ -339,7 +339,7 @@ def test_one_failure_is_everybodys(pair: tuple[Path, Any]) -> None:
     assert "No space left" in first["rank 1 cannot read"]
     assert second["rank 1 cannot read"].startswith("OSError")
     assert "rank 1 failed, so nothing was written: only 0 of 2" in first["rank 1 has nothing"]
-    assert second["rank 1 has nothing"].startswith("NotReadyError: 0 of 2")
+    assert second["rank 1 has nothing"].startswith("NotReadyError: only 0 of 2")
     for told in (first, second):
         assert told["k is too large"].startswith("ConfigError")
         assert told["a pipeline"].startswith("LayoutError: rank 1 has other tensors")
