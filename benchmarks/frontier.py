@@ -228,7 +228,7 @@ class Averages:
 
     def __init__(self, model: nn.Module, num_batches: int, epochs: int) -> None:
         self._model, start = model, num_batches
-        options: dict[str, Any] = {"store": "device", "before_full": "average", "sliding": False}
+        options: dict[str, Any] = {"store": "device", "min_snapshots": 1, "_sliding": False}
         self._rings = {
             (k, h): LatestWeightAverager(k, schedule=Horizon(k, h, start), **options)
             for k, h in {**ALWAYS, **SOMETIMES}
