@@ -13,7 +13,6 @@ from typing import Any
 import click
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
-from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +21,7 @@ MOVED = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
 }
 LINK = re.compile(r"(\]\(|src=\")(?!https?:|#|mailto:)([^)\s\"#]+)(#[^)\s\"]*)?(?=[)\s\"])")
 
@@ -37,7 +37,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in _records():
         site = f"records/{path.relative_to(ROOT / 'results').as_posix()}"
         if path.suffix == ".md":
-            files.append(File.generated(config, _page(site), content=path.read_text("utf-8")))
+            files.append(File.generated(config, site, content=path.read_text("utf-8")))
         else:
             files.append(File.generated(config, site, abs_src_path=str(path)))
     for name, site in MOVED.items():
@@ -64,11 +64,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     parts = re.split(r"(^```.*?^```)", markdown, flags=re.M | re.S)
     return "".join(p if p.startswith("```") else LINK.sub(rewrite, p) for p in parts)
-
-
-def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
-    """Nothing to change; the navigation is complete after `on_config`."""
-    return nav
 
 
 def _records() -> list[Path]:
@@ -115,10 +110,6 @@ def _on_site(path: str) -> str | None:
     return None
 
 
-def _page(site: str) -> str:
-    return site
-
-
 def _expanded(entry: Any) -> Any:
     """`Guides: guides/` becomes the pages of that folder, each under its own title."""
     if isinstance(entry, list):
@@ -137,16 +128,83 @@ def _expanded(entry: Any) -> Any:
     return {title: [f"{target}{page.name}" for page in pages]}
 
 
+# What a reader looks for first; every other public name follows in the order of the table.
+FIRST = ("averager", "batch_norm", "schedule", "coefficients", "stores.disk", "evaluation")
+FRAMEWORKS = (
+    "lightning.LatestWeightAveraging",
+    "transformers.LatestWeightAveragingCallback",
+    "transformers.LatestWeightAveragingTrainer",
+    "accelerate.register_averager",
+    "timm.timm_checkpoint",
+)
+WITHOUT_MEMBERS = ("DiskStore", "Schedule", "Every", "OnPlateau", "Averager")
+
+
 def _references() -> dict[str, str]:
-    """The command-line reference, from the commands themselves."""
+    """Pages that follow from the code: its public names, its commands and its registries."""
     sys.path.insert(0, str(ROOT / "src"))
+    return {
+        "reference/python.md": _python_reference(),
+        "reference/cli.md": _command_reference(),
+        "reference/formats.md": _format_reference(),
+    }
+
+
+def _python_reference() -> str:
+    package = importlib.import_module("torch_lawa")
+    modules = sorted(package._PUBLIC, key=lambda m: FIRST.index(m) if m in FIRST else len(FIRST))
+    lines = [
+        "# Python",
+        "",
+        "Everything public is imported from `torch_lawa`. Other modules are internal and change "
+        "without notice, except `torch_lawa.integrations`.",
+        "",
+    ]
+    for module in modules:
+        for name in package._PUBLIC[module]:
+            lines += [f"::: torch_lawa.{name}", "    options:", "      heading_level: 2"]
+            if name in WITHOUT_MEMBERS:
+                lines += ["      members: false"]
+            lines += [""]
+    lines += ["## Frameworks", ""]
+    for name in FRAMEWORKS:
+        lines += [f"::: torch_lawa.integrations.{name}", "    options:", "      members: false", ""]
+    return "\n".join(lines)
+
+
+def _command_reference() -> str:
     main = importlib.import_module("torch_lawa.cli.main")
     verbs = {**main._VERBS, **importlib.import_module("lawa_lab.cli").VERBS}
     lines = ["# Command line", "", "What `lawa VERB --help` says.", ""]
     for verb, (module, summary) in verbs.items():
         command = importlib.import_module(module).command
         lines += [f"## lawa {verb}", "", summary, "", "```text", _help(command, verb), "```", ""]
-    return {"reference/cli.md": "\n".join(lines)}
+    return "\n".join(lines)
+
+
+def _format_reference() -> str:
+    registry = importlib.import_module("torch_lawa.checkpoints.formats.registry")
+    coefficients = importlib.import_module("torch_lawa.coefficients")
+    schedules = importlib.import_module("torch_lawa.schedule")
+    lines = [
+        "# Formats, coefficients, schedules",
+        "",
+        "Each is one entry of a registry; [contributing](../contributing.md) says how to add one.",
+        "",
+        "## Checkpoint formats",
+        "",
+        "| format | what it is | file suffixes | read | written |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for known in registry.FORMATS.values():
+        suffixes = ", ".join(f"`{suffix}`" for suffix in known.suffixes) or "folder"
+        written = "yes" if known.writer else "as safetensors"
+        lines.append(f"| {known.title} | {known.description} | {suffixes} | yes | {written} |")
+    lines += ["", "## Coefficient rules", ""]
+    lines += [f"- `{e.usage}` {e.help}" for e in coefficients._RULES.values()]
+    lines += ["", "## Schedules", ""]
+    lines += [f"- `{e.usage}` {e.help}" for e in schedules.SCHEDULES.values()]
+    return "\n".join(lines) + "\n"
 
 
 def _help(command: click.Command, verb: str) -> str:
