@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch_lawa.checkpoints.formats.base import TensorSpec
 from torch_lawa.checkpoints.formats.safetensors import encode_header
 from torch_lawa.checkpoints.storage.atomic import reserve, start_flushing, sync_file
-from torch_lawa.errors import ConfigError
+from torch_lawa.errors import ConfigError, OutputError
 from torch_lawa.mean.dtypes import DTYPES
 
 if TYPE_CHECKING:
@@ -97,6 +97,11 @@ def lay_file(
 
 def write_at(handle: int, data: bytes | memoryview, at: int) -> None:
     """Write all of `data` to an open file, from byte `at` on."""
+    if not hasattr(os, "pwrite"):
+        raise OutputError(
+            "writing checkpoints needs Linux or macOS. On Windows use WSL; the averager itself "
+            "works there (average, swapped_into, state_dict)."
+        )
     rest = memoryview(data)
     while rest:
         n = os.pwrite(handle, rest, at)
