@@ -28,16 +28,16 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from torch_lawa.integrations.torch_swa import from_averaged_model as from_averaged_model
     from torch_lawa.integrations.torch_swa import to_averaged_model as to_averaged_model
     from torch_lawa.metrics import MetricsWriter as MetricsWriter
-    from torch_lawa.offline import AverageOptions as AverageOptions
-    from torch_lawa.offline import average_checkpoints as average_checkpoints
-    from torch_lawa.offline import compare_checkpoints as compare_checkpoints
-    from torch_lawa.offline import inspect_checkpoint as inspect_checkpoint
-    from torch_lawa.offline import plan_average as plan_average
-    from torch_lawa.offline import plan_sweep as plan_sweep
-    from torch_lawa.offline import run_average as run_average
-    from torch_lawa.offline import run_sweep as run_sweep
-    from torch_lawa.offline import sweep_checkpoints as sweep_checkpoints
-    from torch_lawa.offline import watch_run as watch_run
+    from torch_lawa.offline.average import average_checkpoints as average_checkpoints
+    from torch_lawa.offline.average import run_average as run_average
+    from torch_lawa.offline.inspecting.comparison import compare_checkpoints as compare_checkpoints
+    from torch_lawa.offline.inspecting.inspection import inspect_checkpoint as inspect_checkpoint
+    from torch_lawa.offline.options import AverageOptions as AverageOptions
+    from torch_lawa.offline.plan import plan_average as plan_average
+    from torch_lawa.offline.sweep import plan_sweep as plan_sweep
+    from torch_lawa.offline.sweep import run_sweep as run_sweep
+    from torch_lawa.offline.sweep import sweep_checkpoints as sweep_checkpoints
+    from torch_lawa.offline.watching.watcher import watch_run as watch_run
     from torch_lawa.schedule import Every as Every
     from torch_lawa.schedule import OnPlateau as OnPlateau
     from torch_lawa.schedule import Schedule as Schedule
@@ -59,18 +59,13 @@ _PUBLIC = {
     "evaluation": ("evaluate_side_by_side",),
     "integrations.torch_swa": ("from_averaged_model", "to_averaged_model"),
     "metrics": ("MetricsWriter",),
-    "offline": (
-        "AverageOptions",
-        "average_checkpoints",
-        "compare_checkpoints",
-        "inspect_checkpoint",
-        "plan_average",
-        "plan_sweep",
-        "run_average",
-        "run_sweep",
-        "sweep_checkpoints",
-        "watch_run",
-    ),
+    "offline.average": ("average_checkpoints", "run_average"),
+    "offline.inspecting.comparison": ("compare_checkpoints",),
+    "offline.inspecting.inspection": ("inspect_checkpoint",),
+    "offline.options": ("AverageOptions",),
+    "offline.plan": ("plan_average",),
+    "offline.sweep": ("plan_sweep", "run_sweep", "sweep_checkpoints"),
+    "offline.watching.watcher": ("watch_run",),
     "schedule": ("Every", "OnPlateau", "Schedule", "register_schedule"),
     "stores.disk": ("DiskStore",),
 }

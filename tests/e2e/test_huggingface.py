@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_lawa.offline import AverageOptions, average_checkpoints, plan_average, run_average
+from torch_lawa.offline.average import average_checkpoints, run_average
+from torch_lawa.offline.options import AverageOptions
+from torch_lawa.offline.plan import plan_average
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers: Any = pytest.importorskip("transformers")

@@ -19,7 +19,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from torch_lawa.errors import NotReadyError, StateError
 from torch_lawa.integrations.lightning import LatestWeightAveraging
-from torch_lawa.offline import average_checkpoints
+from torch_lawa.offline.average import average_checkpoints
 
 pytestmark = QUIET
 

@@ -17,7 +17,8 @@ from torch_lawa import LatestWeightAverager
 from torch_lawa.errors import ConfigError, LayoutError, SwapError
 from torch_lawa.integrations.timm import timm_checkpoint
 from torch_lawa.integrations.torch_swa import from_averaged_model, to_averaged_model
-from torch_lawa.offline import AverageOptions, average_checkpoints
+from torch_lawa.offline.average import average_checkpoints
+from torch_lawa.offline.options import AverageOptions
 
 
 @pytest.fixture(scope="module")

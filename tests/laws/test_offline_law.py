@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from torch_lawa import Exponential, LatestWeightAverager, Uniform
 from torch_lawa.coefficients import Annealing
-from torch_lawa.offline import AverageOptions, average_checkpoints, plan_average, run_average
+from torch_lawa.offline.average import average_checkpoints, run_average
+from torch_lawa.offline.options import AverageOptions
+from torch_lawa.offline.plan import plan_average
 
 State = dict[str, Tensor]
 STEPS = [100, 200, 300, 400]

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save, save_file
 
-from torch_lawa.offline import Averaged, AverageOptions
-from torch_lawa.offline.watching.watcher import Watcher
+from torch_lawa.offline.options import AverageOptions
+from torch_lawa.offline.watching.watcher import Averaged, Watcher
 
 Weights = dict[str, NDArray[Any]]
 

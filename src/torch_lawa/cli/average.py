@@ -16,7 +16,9 @@ from torch_lawa.cli.options import (
 from torch_lawa.units import format_bytes
 
 if TYPE_CHECKING:
-    from torch_lawa.offline import AverageOptions, AveragePlan, Result
+    from torch_lawa.offline.average import Result
+    from torch_lawa.offline.options import AverageOptions
+    from torch_lawa.offline.plan import AveragePlan
 
 __all__ = ["command"]
 
@@ -72,8 +74,8 @@ def command(
     """
     from torch_lawa.cli.progress import run_with_progress
     from torch_lawa.cli.ranks import averaging
-    from torch_lawa.offline import plan_average
     from torch_lawa.offline.engine import Meter
+    from torch_lawa.offline.plan import plan_average
 
     meter = Meter()
     with averaging(output, meter, threads=threads, dry_run=dry_run) as run_average:

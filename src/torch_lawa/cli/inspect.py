@@ -8,7 +8,7 @@ import click
 from torch_lawa.cli.options import json_option, key_option
 
 if TYPE_CHECKING:
-    from torch_lawa.offline import Difference
+    from torch_lawa.offline.inspecting.difference import Difference
 
 __all__ = ["command"]
 
@@ -56,8 +56,8 @@ def command(path: str, path2: str | None, tensors: bool, key: str | None, as_jso
 
 def _compare(a: str, b: str, key: str | None) -> "Difference":
     from torch_lawa.cli.progress import run_with_progress
-    from torch_lawa.offline import compare_checkpoints
     from torch_lawa.offline.engine import Meter
+    from torch_lawa.offline.inspecting.comparison import compare_checkpoints
 
     meter = Meter()
     return run_with_progress(

@@ -15,7 +15,7 @@ from torch_lawa.offline.engine import Meter, Stopped
 from torch_lawa.ranks.world import find_world
 
 if TYPE_CHECKING:
-    from torch_lawa.offline import Result
+    from torch_lawa.offline.average import Result
 
 __all__ = ["averaging", "require_one_process"]
 

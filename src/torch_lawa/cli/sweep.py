@@ -21,7 +21,7 @@ from torch_lawa.cli.options import (
 from torch_lawa.metrics import Row
 
 if TYPE_CHECKING:
-    from torch_lawa.offline import AverageOptions
+    from torch_lawa.offline.options import AverageOptions
 
 __all__ = ["command"]
 
@@ -109,8 +109,8 @@ def command(
     """
     from torch_lawa.cli.progress import run_with_progress
     from torch_lawa.cli.ranks import require_one_process
-    from torch_lawa.offline import plan_sweep, run_sweep
     from torch_lawa.offline.engine import Meter
+    from torch_lawa.offline.sweep import plan_sweep, run_sweep
 
     require_one_process("a sweep")
     lengths = parse_numbers(ks, int, "--k")

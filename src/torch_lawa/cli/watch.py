@@ -10,7 +10,8 @@ from torch_lawa.cli.signals import StopRequest
 from torch_lawa.units import format_bytes
 
 if TYPE_CHECKING:
-    from torch_lawa.offline import Averaged, AverageOptions
+    from torch_lawa.offline.options import AverageOptions
+    from torch_lawa.offline.watching.watcher import Averaged
 
 __all__ = ["command"]
 
@@ -79,8 +80,8 @@ def command(
     trainer may delete it afterwards. The averages are the same as those of `lawa average`.
     """
     from torch_lawa.cli.ranks import require_one_process
-    from torch_lawa.offline import watch_run
     from torch_lawa.offline.engine import BackgroundTask
+    from torch_lawa.offline.watching.watcher import watch_run
 
     require_one_process("watching a run")
     broken_pipes: list[BrokenPipeError] = []

@@ -24,11 +24,13 @@ from torch_lawa.offline.engine import (
     whole,
 )
 from torch_lawa.offline.matching import PlannedTensor
+from torch_lawa.offline.options import DEFAULTS, AverageOptions
 from torch_lawa.offline.output_files import writing
-from torch_lawa.offline.plan import AveragePlan
+from torch_lawa.offline.plan import AveragePlan, Input, plan_average
 
 __all__ = [
     "Result",
+    "average_checkpoints",
     "check_unchanged",
     "hash_files",
     "metadata_of",
@@ -64,6 +66,47 @@ class Result:
         }
 
 
+def average_checkpoints(
+    inputs: Input | Sequence[Input],
+    output: Input,
+    *,
+    last: int | None = None,
+    at: int | None = None,
+    start: int | None = None,
+    stop: int | None = None,
+    every: int | None = None,
+    weights: Sequence[float] | None = None,
+    overwrite: bool = False,
+    threads: int | None = None,
+    digests: bool = False,
+    options: AverageOptions = DEFAULTS,
+) -> Result:
+    """Average checkpoints: `plan_average`, which describes the arguments, and `run_average`.
+
+    >>> import tempfile, torch
+    >>> from pathlib import Path
+    >>> from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
+    >>> run, mean = Path(tempfile.mkdtemp()), Path(tempfile.mkdtemp()) / "mean.safetensors"
+    >>> for step in (100, 200, 300):
+    ...     save_tensors(run / f"step_{step}.safetensors", {"w": torch.ones(2)})
+    >>> average_checkpoints(run, mean, last=2, options=AverageOptions(dtype="bf16")).bytes_written
+    4
+    """
+    plan = plan_average(
+        inputs,
+        output,
+        last=last,
+        at=at,
+        start=start,
+        stop=stop,
+        every=every,
+        weights=weights,
+        overwrite=overwrite,
+        options=options,
+    )
+    return run_average(plan, threads=threads, digests=digests)
+
+
 def run_average(
     plan: AveragePlan,
     *,
@@ -81,7 +124,7 @@ def run_average(
     >>> from pathlib import Path
     >>> from torch_lawa.checkpoints.formats.safetensors_torch import load_tensors, save_tensors
     >>> from torch_lawa.checkpoints.formats.safetensors import read_header
-    >>> from torch_lawa.offline import plan_average
+    >>> from torch_lawa.offline.plan import plan_average
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     for step, value in (100, 1.0), (200, 4.0):
     ...         tensors = {"w": torch.full((2,), value)}

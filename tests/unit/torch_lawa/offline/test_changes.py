@@ -13,14 +13,10 @@ from safetensors.numpy import load_file, save_file
 from torch_lawa.checkpoints.storage.byte_sources import ReadSource
 from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import FormatError, OutputError
-from torch_lawa.offline import (
-    AverageOptions,
-    average,
-    average_checkpoints,
-    plan_average,
-    run_average,
-    sweep,
-)
+from torch_lawa.offline import average, sweep
+from torch_lawa.offline.average import average_checkpoints, run_average
+from torch_lawa.offline.options import AverageOptions
+from torch_lawa.offline.plan import plan_average
 
 OLD, NEW = np.full(1000, 1.0, np.float32), np.full(1000, 5.0, np.float32)
 

@@ -9,12 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from torch_lawa.coefficients import Exponential
 from torch_lawa.errors import ConfigError, OutputError
-from torch_lawa.offline import (
-    AverageOptions,
-    average_checkpoints,
-    sweep_checkpoints,
-    watch_run,
-)
+from torch_lawa.offline.average import average_checkpoints
+from torch_lawa.offline.options import AverageOptions
+from torch_lawa.offline.sweep import sweep_checkpoints
+from torch_lawa.offline.watching.watcher import watch_run
 
 
 @pytest.fixture

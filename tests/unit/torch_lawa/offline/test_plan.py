@@ -8,7 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from torch_lawa.errors import ConfigError, FormatError, LayoutError, OutputError
-from torch_lawa.offline import AverageOptions, average_checkpoints, plan_average, run_average
+from torch_lawa.offline.average import average_checkpoints, run_average
+from torch_lawa.offline.options import AverageOptions
+from torch_lawa.offline.plan import plan_average
 
 
 def write(folder: Path, step: int, **tensors: torch.Tensor) -> Path:

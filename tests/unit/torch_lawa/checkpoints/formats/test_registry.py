@@ -25,7 +25,9 @@ from torch_lawa.checkpoints.formats.safetensors import SafetensorsFile
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location
 from torch_lawa.cli.main import lawa as cli
 from torch_lawa.errors import ConfigError
-from torch_lawa.offline import AverageOptions, average_checkpoints, plan_average
+from torch_lawa.offline.average import average_checkpoints
+from torch_lawa.offline.options import AverageOptions
+from torch_lawa.offline.plan import plan_average
 
 CODES = {np.dtype(np.float32): "F32", np.dtype(np.int64): "I64"}
 Arrays = dict[str, np.ndarray]

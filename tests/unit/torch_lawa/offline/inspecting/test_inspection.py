@@ -11,13 +11,14 @@ from safetensors.torch import save_file
 
 from torch_lawa.checkpoints.formats.base import TrainingProgress
 from torch_lawa.errors import ConfigError, FormatError
-from torch_lawa.offline import AverageOptions, average_checkpoints
+from torch_lawa.offline.average import average_checkpoints
 from torch_lawa.offline.inspecting.inspection import (
     Inspection,
     RunInspection,
     inspect_checkpoint,
     inspect_path,
 )
+from torch_lawa.offline.options import AverageOptions
 
 STATE = {
     "emb": torch.randn(5, 4).bfloat16(),
