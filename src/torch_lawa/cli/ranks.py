@@ -1,15 +1,14 @@
 """A command that torchrun started several times: rank 0 plans and prints, the others help."""
 
 import contextlib
-import signal
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
 
 from torch_lawa.cli.progress import run_with_progress
+from torch_lawa.cli.signals import interrupt_once
 from torch_lawa.errors import ConfigError
 from torch_lawa.offline.engine import Meter, Stopped
 from torch_lawa.ranks.world import find_world
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from torch_lawa.offline.average import Result
 
 __all__ = ["averaging", "require_one_process"]
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextlib.contextmanager
@@ -42,8 +39,7 @@ def averaging(
         raise click.exceptions.Exit(0)
     if not isinstance(parse_location(output), LocalPath):
         require_one_process(f"{output}: writing to a URL")
-    for number in _SIGNALS:
-        signal.signal(number, _interrupt)
+    interrupt_once()
     from torch_lawa.offline.multi_process import average_as_other_rank, average_as_rank_0
     from torch_lawa.ranks.connection import connected
 
@@ -64,17 +60,6 @@ def averaging(
             shown=False,
         )
     raise click.exceptions.Exit(0)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C or SIGTERM: clean up, and let nothing interrupt that.
-
-    A rank gets Ctrl-C from the terminal and again from torchrun, which kills what is still running
-    30 seconds later.
-    """
-    for each in _SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
-    raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Signal handling for long work: Ctrl-C, SIGTERM and a closed terminal. Standard library only.
 
 `interruptible` raises `KeyboardInterrupt` at once, for work that removes its own temporary files.
+`interrupt_once` does so for a rank of torchrun, which may send the signal again during the cleanup.
 `StopRequest` lets the current unit of work finish first.
 """
 
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["StopRequest", "interruptible"]
+__all__ = ["StopRequest", "interrupt_once", "interruptible"]
 
 
 @contextmanager
@@ -42,6 +43,23 @@ def interruptible() -> Iterator[None]:
     finally:
         for number in handled:
             signal.signal(number, signal.SIG_DFL)
+
+
+def interrupt_once() -> None:
+    """From now on, raise `KeyboardInterrupt` at the first Ctrl-C or SIGTERM and ignore later ones.
+
+    A rank gets Ctrl-C from the terminal and again from torchrun, which kills what is still running
+    30 seconds later. Nothing should interrupt the cleanup before that.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for number in numbers:
+        signal.signal(number, interrupt)
 
 
 class StopRequest:
