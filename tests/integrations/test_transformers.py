@@ -116,6 +116,17 @@ def test_steps_are_optimizer_steps(tmp_path: Path) -> None:
     assert same(callback.averager.average(), recorder.mean(6, 9, 12))
 
 
+def test_excluded_tensors_stay_as_they_were_in_the_newest_snapshot(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"collect_strategy": "steps", "collect_every": 4}
+    kept = next(name for name, _ in trainer(tmp_path, averaging()).model.named_parameters())
+    callback, recorder = averaging(exclude=kept, **options), Recorder()
+    trainer(tmp_path, callback, recorder).train()
+    average, steps = callback.averager.average(), callback.averager.snapshot_steps
+    expected = {**recorder.mean(*steps), kept: recorder.weights[steps[-1]][kept]}
+    assert same(average, expected)
+    assert not same(average, recorder.mean(*steps))
+
+
 def test_whole_epochs_also_where_the_run_ends_within_one(tmp_path: Path) -> None:
     callback = averaging(k=2, collect_strategy="epoch")
     ran = trainer(tmp_path, callback, max_steps=20, save_strategy="epoch", eval_strategy="epoch")

@@ -108,6 +108,7 @@ def with_new_rule(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_new_rule_works_everywhere_from_its_one_entry(tmp_path: Path) -> None:
     """In the averager, on the command line, in `--help`, in errors and in what a result says."""
     run = tmp_path / "run"

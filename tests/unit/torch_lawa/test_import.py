@@ -10,6 +10,8 @@ import pytest
 
 import torch_lawa
 
+pytestmark = pytest.mark.slow
+
 EXTRAS = ["lightning", "transformers", "accelerate", "matplotlib", "sklearn", "rich", "click"]
 
 

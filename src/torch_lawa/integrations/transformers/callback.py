@@ -4,7 +4,7 @@ import contextlib
 import copy
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -62,6 +62,9 @@ class LatestWeightAveragingCallback(TrainerCallback):
             trained weights are evaluated.
         store: Where snapshots are kept: "host", "device", or a `DiskStore(folder)`.
         storage_dtype: `torch.bfloat16` or `torch.float16` halves their memory and rounds them.
+        include: Average only tensors whose name matches one of these patterns.
+        exclude: Do not average tensors whose name matches one of these patterns, such as
+            "*embed*": they stay as they were in the newest snapshot.
     """
 
     def __init__(
@@ -79,6 +82,8 @@ class LatestWeightAveragingCallback(TrainerCallback):
         min_snapshots: int | None = None,
         store: Literal["host", "device"] | Store = "host",
         storage_dtype: torch.dtype | None = None,
+        include: str | Sequence[str] = (),
+        exclude: str | Sequence[str] = (),
     ) -> None:
         one_of("metrics", metrics, ("both", "averaged"))
         strategy = collect_strategy or ("save" if schedule is None else "steps")
@@ -112,6 +117,8 @@ class LatestWeightAveragingCallback(TrainerCallback):
             "coefficients": coefficients,
             "min_snapshots": min_snapshots,
             "storage_dtype": storage_dtype,
+            "include": include,
+            "exclude": exclude,
         }
         # A placeholder until there is a model: finds mistakes now, and opens no folder yet.
         usable = "host" if isinstance(store, Store) else store

@@ -24,6 +24,8 @@ from lawa_lab.recipes.trainer import Trainer
 from torch_lawa.errors import ConfigError, LawaError, StateError
 from torch_lawa.metrics import read_metrics
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4 * 28  # of the smoke run of the digits
 
 

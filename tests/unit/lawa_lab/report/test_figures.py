@@ -16,6 +16,8 @@ from lawa_lab.report.runs import Run, Series
 from lawa_lab.report.summary import RecipeReport, summarise
 from torch_lawa.errors import LawaError
 
+pytestmark = pytest.mark.slow
+
 ACCURACY = Metric("test_accuracy", "higher")
 DEFAULT = Series("averaged", 10, "uniform", "re-estimated")
 GUIDE = Path(__file__).parents[4] / "docs" / "guides" / "report.md"

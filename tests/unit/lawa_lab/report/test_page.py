@@ -15,6 +15,8 @@ from lawa_lab.report.summary import Report, summarise
 from lawa_lab.report.words import caveat, finding, say_mean
 from torch_lawa import __version__
 
+pytestmark = pytest.mark.slow
+
 
 class Reader(HTMLParser):
     """Elements in order, with their attributes and text; refuses tags that do not match."""

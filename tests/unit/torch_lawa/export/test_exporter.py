@@ -345,6 +345,7 @@ averager.save_pretrained(sys.argv[1], overwrite=True)
 """
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_the_next_call_clears_up(tmp_path: Path) -> None:
     _, averager, _ = trained()
     out = tmp_path / "out"

@@ -38,6 +38,7 @@ def write(folder: Path, values: range, k: int = 3) -> LatestWeightAverager:
     return averager
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attempt", range(4))
 def test_killed_at_any_moment_the_window_is_whole(tmp_path: Path, attempt: int) -> None:
     """SIGKILL in the middle of writing: what was confirmed is there, in order, and it goes on."""
@@ -260,6 +261,7 @@ print(averager().average()["w"].tolist())
 """
 
 
+@pytest.mark.slow
 def test_forked_processes_neither_write_nor_keep_the_folder(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", FORKING, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -214,6 +214,7 @@ def test_the_users_cache_is_in_the_usual_place(
     assert module._user_cache() == tmp_path / ".cache" / "torch-lawa"
 
 
+@pytest.mark.slow
 def test_processes_wait_for_the_one_that_makes_them(files: dict[str, Path]) -> None:
     code = (
         "import sys, time; from pathlib import Path\n"

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 # A process without PyTorch that forks: each child is killed a little later than the last.
 SCRIPT = """
 import itertools, os, shutil, signal, sys

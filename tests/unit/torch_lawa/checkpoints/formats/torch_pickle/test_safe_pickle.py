@@ -222,6 +222,7 @@ def test_a_large_memo_number_takes_no_memory() -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_deep_tuples_are_no_crash() -> None:
     """Hashing tuples in tuples recurses without a limit in C: Python itself would end here."""
     deep = b")" + b"\x85" * 200_000
