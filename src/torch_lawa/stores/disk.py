@@ -20,6 +20,7 @@ from torch import Tensor
 from torch_lawa.checkpoints.formats.safetensors import Header, read_header
 from torch_lawa.checkpoints.formats.safetensors_torch import map_flat, spec_of, write_flat
 from torch_lawa.checkpoints.storage.atomic import TEMPORARY, replacing
+from torch_lawa.checkpoints.storage.folder_lock import FolderLock
 from torch_lawa.errors import StoreError
 from torch_lawa.stores.base import (
     Buffer,
@@ -30,7 +31,6 @@ from torch_lawa.stores.base import (
     Snapshot,
     Store,
 )
-from torch_lawa.stores.disk_lock import FolderLock
 from torch_lawa.stores.disk_manifest import MANIFEST, Manifest, ManifestRow, entries
 from torch_lawa.stores.disk_ranks import SPARE, RankContents, Ranks, agree
 from torch_lawa.stores.memory import Stage, idle_memory
@@ -38,6 +38,12 @@ from torch_lawa.stores.memory import Stage, idle_memory
 __all__ = ["DiskStore"]
 
 _SUFFIX = ".safetensors"
+
+_BUSY = (
+    "another averager, in this process or another one, is using this snapshot folder. Give each "
+    "run a folder of its own. If several ranks share one, initialise torch.distributed before "
+    "making the averager."
+)
 
 
 class DiskStore(Store):
@@ -373,7 +379,7 @@ class DiskStore(Store):
             self._ranks = Ranks.now()
         self.folder = self._ranks.folder(self._root)
         self._ranks.refuse_other_windows(self._root)
-        self._lock = FolderLock(self.folder)
+        self._lock = FolderLock(self.folder, _BUSY)
 
     def _sweep(self) -> None:
         """Remove files that a killed process left half-written, and files outside the window."""

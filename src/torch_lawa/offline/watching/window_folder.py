@@ -7,7 +7,6 @@ the manifest does not name are removed at the next start.
 
 import contextlib
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -16,6 +15,7 @@ from pathlib import Path
 from torch_lawa.checkpoints.find.select import FoundCheckpoint
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.storage.atomic import remove, replacing, sync_folder
+from torch_lawa.checkpoints.storage.folder_lock import LOCK, FolderLock
 from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import StoreError
 from torch_lawa.offline.watching.checkpoint_files import (
@@ -27,7 +27,7 @@ from torch_lawa.offline.watching.checkpoint_files import (
 
 __all__ = ["KeptCheckpoint", "WindowFolder", "WindowState"]
 
-_MANIFEST, _LOCK, _MADE = "window.json", "lock", "made"
+_MANIFEST, _MADE = "window.json", "made"
 _OURS = re.compile(rf"(step|epoch)-\d+(\.\d+)?|{_MADE}|{re.escape(_MANIFEST)}\..*\.partial")
 
 
@@ -99,9 +99,7 @@ class WindowFolder:
 
     def close(self) -> None:
         """Release the lock."""
-        if self._lock >= 0:
-            os.close(self._lock)
-        self._lock = -1
+        self._lock.release()
 
     def found(self, snapshot: KeptCheckpoint) -> FoundCheckpoint:
         """The checkpoint in the form that `plan_found` takes."""
@@ -205,33 +203,17 @@ class WindowFolder:
         remove(self.folder / free)  # left by an attempt that failed
         return free
 
-    def _acquire(self) -> int:
+    def _acquire(self) -> FolderLock:
         """Lock the folder; the lock ends with the process, however that ends."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+        if self.folder.is_dir():
             names = {path.name for path in self.folder.iterdir()}
-            if names and not names & {_LOCK, _MANIFEST}:
+            if names and not names & {LOCK, _MANIFEST}:
                 raise StoreError(
                     f"{self.folder}: the window would be stored here, but this folder already "
                     "exists and is not a window. Write elsewhere, or move it away."
                 )
-            lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise StoreError(
-                f"{self.folder}: cannot be used as the window's folder ({error})."
-            ) from error
-        with contextlib.suppress(ImportError):
-            import fcntl
-
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                os.close(lock)
-                raise StoreError(
-                    f"{self.folder}: another `lawa watch` is writing to the same output. Stop it, "
-                    "or use a different output."
-                ) from None
-        return lock
+        busy = "another `lawa watch` is writing to the same output. Stop it, or use another output."
+        return FolderLock(self.folder, busy)
 
     def _clean_up(self) -> None:
         """Remove what a killed process left unfinished."""
