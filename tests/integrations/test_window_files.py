@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from torch_lawa import LatestWeightAverager
-from torch_lawa.errors import StateError
+from torch_lawa.errors import StateError, StoreError
 from torch_lawa.integrations.window_files import WindowFile, load_window, save_window, window_beside
 
 K = 3
@@ -115,3 +115,12 @@ def test_what_is_no_window_is_refused(tmp_path: Path) -> None:
     torch.save({"version": 1}, tmp_path / "other")
     with pytest.raises(StateError, match="cannot be read"):
         list(WindowFile(str(tmp_path / "other")).read())
+
+
+def test_shards_are_not_saved_to_a_url() -> None:
+    """They were written to a local path, and the window was lost."""
+    averager, model = LatestWeightAverager(k=1), nn.Linear(1, 1)
+    with pytest.raises(StoreError, match="local path"):
+        WindowFile("memory://run/window").write(
+            {"averager": averager}, model, writes=True, sharded=True
+        )
