@@ -99,8 +99,8 @@ def write_at(handle: int, data: bytes | memoryview, at: int) -> None:
     """Write all of `data` to an open file, from byte `at` on."""
     if not hasattr(os, "pwrite"):
         raise OutputError(
-            "writing checkpoints needs Linux or macOS. On Windows use WSL; the averager itself "
-            "works there (average, swapped_into, state_dict)."
+            "writing checkpoints needs Linux or macOS. On Windows use WSL, or save what "
+            "averager.average() returns with torch.save."
         )
     rest = memoryview(data)
     while rest:
