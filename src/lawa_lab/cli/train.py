@@ -132,6 +132,8 @@ def _option(item: "dataclasses.Field[Any]", config: type[TrainConfig]) -> click.
 
 
 def _type(kind: Any) -> "click.ParamType[Any]":
+    if kind == int | float:
+        return _Number()
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         kind = next(part for part in typing.get_args(kind) if part is not types.NoneType)
     if typing.get_origin(kind) is typing.Literal:
@@ -144,6 +146,20 @@ def _type(kind: Any) -> "click.ParamType[Any]":
         str: click.STRING,
     }
     return plain[kind]
+
+
+class _Number(click.ParamType):  # type: ignore[type-arg]
+    """A whole number stays one, so that 200 is not shown as 200.0."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int | float:
+        if not isinstance(value, str):
+            return value  # type: ignore[no-any-return]
+        try:
+            return int(value) if value.strip().isdecimal() else float(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a number", param, ctx)
 
 
 class _List(click.ParamType):  # type: ignore[type-arg]

@@ -21,10 +21,11 @@ from torch_lawa.validation import one_of
 if TYPE_CHECKING:
     from lawa_lab.recipes.task import Task, Worker
 
-__all__ = ["LearningRateSchedule", "OptimizerName", "TrainConfig", "setting"]
+__all__ = ["LandingShape", "LearningRateSchedule", "OptimizerName", "TrainConfig", "setting"]
 
-OptimizerName = Literal["sgd", "adam", "adamw"]
+OptimizerName = Literal["sgd", "adam", "adamw", "schedule-free-sgd", "schedule-free-adamw"]
 LearningRateSchedule = Literal["cosine", "linear", "constant"]
+LandingShape = Literal["linear", "1-sqrt"]
 
 
 def setting(
@@ -54,7 +55,9 @@ class TrainConfig(abc.ABC):
     smoke_values: ClassVar[dict[str, Any]]
     num_threads: ClassVar[int | None] = None  # on a CPU; None: PyTorch's default
 
-    epochs: int = setting(200, "Passes over the training data.")
+    epochs: int | float = setting(
+        200, "Passes over the training data; a fraction is allowed.", minimum=0
+    )
     batch_size: int = setting(256, "Examples per step, over all processes.")
     micro_batch_size: int | None = setting(
         None,
@@ -66,6 +69,14 @@ class TrainConfig(abc.ABC):
     schedule: LearningRateSchedule = setting(
         "cosine", "Learning-rate schedule after the warm-up; cosine and linear decay to 0."
     )
+    land: float = setting(
+        0.0,
+        "Landing: the share of the run, at its end, in which a constant rate decays to 0; 0.2 is "
+        "the usual warmup-stable-decay schedule.",
+        minimum=0,
+        below=1,
+    )
+    land_shape: LandingShape = setting("linear", "How the rate falls in a landing.")
     warmup_steps: int = setting(0, "Steps of linear warm-up from 0.", minimum=0)
     weight_decay: float = setting(5e-4, "Weight decay.", minimum=0)
     momentum: float = setting(0.9, "SGD's momentum, or Adam's beta1.", minimum=0, below=1)
@@ -76,7 +87,15 @@ class TrainConfig(abc.ABC):
     lookahead_alpha: float = setting(0.8, "Lookahead's step size for the slow weights.", maximum=1)
     lookahead_k: int = setting(5, "Optimizer steps per update of Lookahead's slow weights.")
 
-    nu: int | None = setting(None, "Take a snapshot every NU steps [default: after each epoch].")
+    nu: int | None = setting(
+        None, "Take a snapshot, and evaluate, every NU steps [default: after each epoch]."
+    )
+    horizon: float | None = setting(
+        None,
+        "Space the snapshots so that the largest window always spans this share of the steps so "
+        "far, such as 0.25; NU and epochs then only say when to evaluate.",
+        below=1,
+    )
     ks: tuple[int, ...] = setting(
         (6, 10), "Window sizes to evaluate; reports put the first one first."
     )
@@ -94,7 +113,9 @@ class TrainConfig(abc.ABC):
         "Averaging methods to evaluate beside the window, such as ema:0.99,ema:0.999. Available: "
         f"{typed_methods()}.",
     )
-    evaluate_every: int = setting(1, "Evaluate after every N-th snapshot, and after the last step.")
+    evaluate_every: int = setting(
+        1, "Evaluate after every N-th epoch (or N times NU steps), and after the last step."
+    )
     variants_every: int = setting(
         1, "Evaluate averages other than the first only at every N-th evaluation, and the last."
     )
@@ -123,6 +144,12 @@ class TrainConfig(abc.ABC):
             one_of("batch_norm", policy, ("re-estimated", "copied"))
         one_of("optimizer", self.optimizer, get_args(OptimizerName))
         one_of("schedule", self.schedule, get_args(LearningRateSchedule))
+        one_of("land_shape", self.land_shape, get_args(LandingShape))
+        if self.epochs == 0:
+            raise ConfigError("epochs=0: must be positive")
+        if self.schedule != "constant" and (self.land or self.schedule_free):
+            option = f"land={self.land}" if self.land else f"optimizer={self.optimizer}"
+            raise ConfigError(f"{option}: needs a constant rate, schedule=constant")
 
     @classmethod
     def settings(cls) -> dict[str, Mapping[str, Any]]:
@@ -134,10 +161,20 @@ class TrainConfig(abc.ABC):
         return dataclasses.replace(self, **self.smoke_values)
 
     @property
+    def schedule_free(self) -> bool:
+        """Whether the optimizer keeps an average of its own."""
+        return self.optimizer.startswith("schedule-free")
+
+    @property
     def run_name(self) -> str:
         """The name of the run in reports, which distinguishes runs of one recipe."""
-        inner = f"lookahead({self.optimizer})" if self.lookahead else self.optimizer
-        return inner if self.schedule == type(self).schedule else f"{inner}, {self.schedule} rate"
+        name = f"lookahead({self.optimizer})" if self.lookahead else self.optimizer
+        if self.schedule != type(self).schedule and not self.schedule_free:
+            name += f", {self.schedule} rate"
+        if self.land:
+            shape = "" if self.land_shape == "linear" else f" {self.land_shape}"
+            name += f", landing {self.land:g}{shape}"
+        return name
 
 
 def _metadata(cls: type[TrainConfig], name: str) -> Mapping[str, Any]:

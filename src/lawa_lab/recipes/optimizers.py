@@ -1,6 +1,5 @@
-"""Optimizers and learning-rate schedules of the recipes, including Lookahead."""
+"""Optimizers of the recipes, including Lookahead and Schedule-Free."""
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,10 +8,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lawa_lab.recipes.config import TrainConfig
-from torch_lawa.errors import StateError
+from torch_lawa.errors import LawaError, StateError
 from torch_lawa.shards import is_sharded, local
 
-__all__ = ["Lookahead", "build_optimizer", "learning_rate"]
+__all__ = ["Lookahead", "build_optimizer"]
 
 
 class Lookahead:
@@ -101,25 +100,33 @@ def build_optimizer(
         optimizer = torch.optim.SGD(parameters, momentum=config.momentum, **shared)
     elif config.optimizer == "adam":
         optimizer = torch.optim.Adam(parameters, betas=betas, eps=config.epsilon, **shared)
-    else:
+    elif config.optimizer == "adamw":
         optimizer = torch.optim.AdamW(parameters, betas=betas, eps=config.epsilon, **shared)
+    else:
+        optimizer = _schedule_free(config, parameters)
     if not config.lookahead:
         return optimizer
     return Lookahead(optimizer, alpha=config.lookahead_alpha, k=config.lookahead_k)
 
 
-def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
-    """The learning rate of a step (from 0): linear warm-up, then the schedule.
-
-    >>> from lawa_lab.recipes.registry import find_recipe
-    >>> config = find_recipe("digits")(learning_rate=1.0, schedule="linear", warmup_steps=2)
-    >>> [learning_rate(config, step, 6) for step in range(6)]
-    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
-    """
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.learning_rate
-    part = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
-    left = 1.0 - part if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * part))
-    return config.learning_rate * left
+def _schedule_free(config: TrainConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Schedule-Free SGD or AdamW; the warm-up is that of the recipe's learning rate."""
+    try:
+        import schedulefree
+    except ImportError as error:
+        raise LawaError(
+            f"optimizer={config.optimizer} comes from the package schedulefree, which could not be "
+            f"imported ({error}): pip install 'torch-lawa[lab]'"
+        ) from None
+    shared = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    optimizer: Any
+    if config.optimizer == "schedule-free-sgd":
+        optimizer = schedulefree.SGDScheduleFree(parameters, momentum=config.momentum, **shared)
+    else:
+        betas = (config.momentum, config.beta2)
+        optimizer = schedulefree.AdamWScheduleFree(
+            parameters, betas=betas, eps=config.epsilon, **shared
+        )
+    optimizer.train()
+    trained: Optimizer = optimizer
+    return trained

@@ -1,6 +1,7 @@
 """Model, optimizer and averagers of one run: a step, a snapshot, an evaluation, a checkpoint."""
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -9,20 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lawa_lab.methods.horizon_schedule import Horizon
 from lawa_lab.methods.registry import parse_method
+from lawa_lab.methods.schedule_free import ScheduleFreeAverage
+from lawa_lab.methods.stopwatch import Stopwatch
 from lawa_lab.recipes.config import TrainConfig
-from lawa_lab.recipes.optimizers import build_optimizer, learning_rate
+from lawa_lab.recipes.learning_rate import learning_rate
+from lawa_lab.recipes.optimizers import build_optimizer
 from lawa_lab.recipes.parallel import Parallel, State, choose_parallel
 from lawa_lab.recipes.run_folder import RunFolder, RunPlan
 from lawa_lab.recipes.runtime import require_deterministic
 from lawa_lab.recipes.task import Batch, Task, Worker, mixed_seed
-from torch_lawa.averager import LatestWeightAverager
+from torch_lawa.averager import Averager, LatestWeightAverager
 from torch_lawa.batch_norm import recalibrate_batch_norm
 from torch_lawa.coefficients import Coefficients, parse_coefficients
 from torch_lawa.errors import ConfigError, LawaError, StateError
 from torch_lawa.evaluation import evaluate_side_by_side
 from torch_lawa.metrics import MetricsWriter, Row
-from torch_lawa.schedule import Every
+from torch_lawa.schedule import Every, Schedule
 
 __all__ = ["Trainer"]
 
@@ -45,8 +50,11 @@ class Trainer:
         self.plan, self.task, self.worker = plan, task, worker
         self.parallel = choose_parallel(parallel, worker)
         self.config = config = plan.config
-        self.num_steps = config.epochs * task.num_batches
-        self.schedule = Every(config.nu or max(task.num_batches, 1))  # `_check` refuses 0 batches
+        self.num_steps = max(1, round(config.epochs * task.num_batches))
+        self.nu = config.nu or max(task.num_batches, 1)  # `_check` refuses 0 batches
+        self.schedule: Schedule = Every(self.nu)
+        if config.horizon is not None:
+            self.schedule = Horizon(config.horizon, k=max(config.ks), start=config.warmup_steps)
         self._check()
         cuda = worker.device.type == "cuda"
         torch.manual_seed(mixed_seed(plan.seed, _MODEL))
@@ -58,11 +66,17 @@ class Trainer:
         self.forward: nn.Module = torch.compile(self.model) if compiled else self.model  # type: ignore[assignment]
         self.trained = self.parallel.trained(self.forward)
         self.averager = LatestWeightAverager(
-            k=max(config.ks), schedule=self.schedule, store="device" if cuda else "host"
+            k=max(config.ks),
+            schedule=self.schedule,
+            min_snapshots=None if config.horizon is None else 1,
+            store="device" if cuda else "host",
         )
         methods = map(parse_method, config.methods)
-        self.methods = {str(method): (method, method.build(self.model)) for method in methods}
-        self.method_seconds = dict.fromkeys(self.methods, 0.0)
+        self.methods: dict[str, Averager] = {str(m): m.build(self.model) for m in methods}
+        if config.schedule_free:
+            self.methods[ScheduleFreeAverage.kind] = ScheduleFreeAverage(self.optimizer)  # type: ignore[arg-type]
+        self._stopwatch = Stopwatch(worker.device)
+        self._stopwatch.seconds = dict.fromkeys(self.methods, 0.0)
         self.step = 0
         self.train_seconds = self.collect_seconds = 0.0
         self._loss = torch.zeros((), dtype=torch.float64, device=worker.device)
@@ -77,17 +91,16 @@ class Trainer:
 
     @property
     def evaluation_due(self) -> bool:
-        """Whether to evaluate now: after every N-th snapshot, and at the end."""
-        collected = self.averager.snapshot_steps[-1:] == [self.step]
-        every = self.config.evaluate_every
-        due = collected and self.averager.num_collected % every == 0
+        """Whether to evaluate now: after every N-th epoch (or N times nu steps), and at the end."""
+        due = self.step % (self.nu * self.config.evaluate_every) == 0
         return due or self.step == self.num_steps
 
     def batches(self) -> Iterator[Batch]:
         """The remaining batches."""
         while self.step < self.num_steps:
             epoch, first = divmod(self.step, self.task.num_batches)
-            yield from self.task.batches(epoch, first)
+            left = self.num_steps - self.step
+            yield from itertools.islice(self.task.batches(epoch, first), left)
 
     def train_step(self, batch: Batch) -> None:
         """One optimizer step, with gradients accumulated over micro-batches."""
@@ -134,10 +147,10 @@ class Trainer:
         self._pause()
         self.parallel.synchronize_buffers(self.model)
         config = self.config
-        number = self.averager.num_collected // config.evaluate_every
+        number = self.step // (self.nu * config.evaluate_every)
         last = self.step == self.num_steps
         whole = number % config.variants_every == 0 or last
-        averagers = [self.averager, *(averager for _, averager in self.methods.values())]
+        averagers = [self.averager, *self.methods.values()]
         with self.autocast():
             rows = evaluate_side_by_side(
                 self.model,
@@ -157,18 +170,14 @@ class Trainer:
 
     def _describe_method(self, row: Row) -> None:
         """Name the method and charge it its own updates instead of the window's."""
-        method, _ = self.methods[row["weights"]]
-        row["collect_seconds"] = self.method_seconds[row["weights"]]
-        row["weights"], row["coefficients"] = method.name, method.parameters
+        row["collect_seconds"] = self._stopwatch.seconds.get(row["weights"], 0.0)
+        row["weights"], _, row["coefficients"] = row["weights"].partition(":")
 
     def _step_methods(self) -> None:
         """Update every method after an optimizer step; the time is charged to the method."""
-        self._pause()
-        for text, (_, averager) in self.methods.items():
-            begin = time.perf_counter()
-            averager.step(self.model)
-            self._wait()
-            self.method_seconds[text] += time.perf_counter() - begin
+        for text, averager in self.methods.items():
+            with self._stopwatch(text):
+                averager.step(self.model)
 
     def agree(self, *answers: bool) -> list[bool]:
         """Whether any rank answers yes, for each question; exchanged every 10 steps."""
@@ -202,7 +211,7 @@ class Trainer:
             "num_losses": self._num_losses,
             "train_seconds": self.train_seconds,
             "collect_seconds": self.collect_seconds,
-            **({"method_seconds": dict(self.method_seconds)} if self.methods else {}),
+            **({"method_seconds": dict(self._stopwatch.seconds)} if self.methods else {}),
         }
 
     @progress.setter
@@ -215,7 +224,7 @@ class Trainer:
         self.train_seconds = float(state["train_seconds"])
         self.collect_seconds = float(state["collect_seconds"])
         if self.methods:
-            self.method_seconds = {t: float(state["method_seconds"][t]) for t in self.methods}
+            self._stopwatch.seconds = dict(state["method_seconds"])
 
     def state_dict(self) -> State:
         """Everything that the rest of the run depends on."""
@@ -241,14 +250,16 @@ class Trainer:
     @property
     def _averagers(self) -> dict[str, Any]:
         """By their names in a checkpoint."""
-        methods = {text: averager for text, (_, averager) in self.methods.items()}
-        return {"averager": self.averager, **methods}
+        return {"averager": self.averager, **self.methods}
 
     def _labels(self) -> Row:
         labels: Row = {
             "recipe": self.config.recipe,
             "run": self.config.run_name,
             "seed": self.plan.seed,
+            "schedule": self.config.schedule,
+            "land": self.config.land,
+            "budget_epochs": self.config.epochs,
             "epoch": self.epoch,
             "step": self.step,
             "learning_rate": learning_rate(self.config, self.step - 1, self.num_steps),
@@ -274,7 +285,8 @@ class Trainer:
         """Add the time since the last pause to the training time; what follows is not training."""
         if self._began is not None:
             self._wait()
-            self.train_seconds += time.perf_counter() - self._began
+            spent = time.perf_counter() - self._began
+            self.train_seconds += spent - self._stopwatch.settle()
             self._began = None
 
     def _wait(self) -> None:

@@ -26,7 +26,7 @@ class DigitsConfig(TrainConfig):
     # More threads are slower at this size, and their number would change the bits.
     num_threads: ClassVar[int | None] = 1
 
-    epochs: int = 50
+    epochs: int | float = 50
     batch_size: int = 32
     learning_rate: float = 0.2
     ks: tuple[int, ...] = (6,)

@@ -39,7 +39,7 @@ class ImageNetConfig(TrainConfig):
         "num_workers": 0,
     }
 
-    epochs: int = 90
+    epochs: int | float = 90
     learning_rate: float = setting(
         0.1, "Peak learning rate. Ours: that of PyTorch's example, for a batch of 256."
     )

@@ -15,7 +15,8 @@ from support.training import StopAt, rows_of, run, smoke_plan
 from torch import Tensor, nn
 
 from lawa_lab.recipes.loop import make_task, train
-from lawa_lab.recipes.optimizers import Lookahead, build_optimizer, learning_rate
+from lawa_lab.recipes.learning_rate import learning_rate
+from lawa_lab.recipes.optimizers import Lookahead, build_optimizer
 from lawa_lab.recipes.registry import RECIPES
 from lawa_lab.recipes.run_evaluator import RunEvaluator
 from lawa_lab.recipes.run_folder import RunFolder, RunPlan

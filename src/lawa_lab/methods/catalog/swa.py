@@ -1,0 +1,39 @@
+"""Stochastic weight averaging: the mean of all weights after a number of steps."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from lawa_lab.methods.registry import Method, register_method
+from torch_lawa.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from torch_lawa.averager import Averager
+
+__all__ = ["Swa"]
+
+
+@register_method
+@dataclass(frozen=True)
+class Swa(Method):
+    """The equal mean of the weights of every step after the first `start`; until then the weights.
+
+    Torch's `AveragedModel` with its default rule, updated after every step instead of every epoch.
+    """
+
+    name: ClassVar[str] = "swa"
+    typed: ClassVar[str] = "swa:START"
+
+    start: float
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.start != int(self.start):
+            raise ConfigError(f"swa:{self.start:g}: START is a number of steps")
+
+    def build(self, model: "nn.Module") -> "Averager":
+        """A running average on the model's device."""
+        from lawa_lab.methods.running_average import RunningAverage
+
+        start = int(self.start)
+        return RunningAverage(model, lambda step: 1.0 / max(1, step - start), kind=str(self))

@@ -1,0 +1,67 @@
+"""A window of the latest snapshots as a method beside a run's own window."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lawa_lab.methods.horizon_schedule import Horizon
+from torch_lawa.averager import LatestWeightAverager
+from torch_lawa.stores.memory import DeviceStore
+from torch_lawa.swap import swapped
+
+__all__ = ["WindowMethod"]
+
+
+class WindowMethod:
+    """A `LatestWeightAverager` with a horizon under a name of its own; one row per evaluation."""
+
+    def __init__(
+        self, model: nn.Module, *, k: int, share: float, blend: float, kind: str
+    ) -> None:
+        self.kind, self._blend = kind, blend
+        # The snapshots of a method that is compared must not slow down the run by host copies.
+        self._window = LatestWeightAverager(
+            k, schedule=Horizon(share, k=k), min_snapshots=1, store=DeviceStore()
+        )
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a snapshot."""
+        return self._window.ready
+
+    def collect(self, model: nn.Module, *, step: int | None = None) -> None:
+        """Take a snapshot."""
+        self._window.collect(model, step=step)
+
+    def step(self, model: nn.Module, *, loss: float | None = None) -> bool:
+        """Count one step and take a snapshot if one is due."""
+        return self._window.step(model, loss=loss)
+
+    def swapped_into(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Swap in the mean, or its blend with the model's own weights."""
+        if self._blend == 1.0:
+            return self._window.swapped_into(model)
+        mean = self._window.average()
+        weights = {name: p for name, p in model.named_parameters() if name in mean}
+
+        @torch.no_grad()
+        def write() -> None:
+            for name, parameter in weights.items():
+                parameter.lerp_(mean[name].to(parameter.device), self._blend)
+
+        return swapped(model, weights, write)
+
+    def average(self) -> dict[str, Tensor]:
+        """The mean of the window."""
+        return self._window.average()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The window's."""
+        return self._window.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved state."""
+        self._window.load_state_dict(state)
