@@ -19,7 +19,10 @@ from lawa_lab.recipes.registry import RECIPES
 from torch_lawa.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lawa_lab.recipes.run_folder import RunPlan
+    from lawa_lab.recipes.budgets import BudgetedRun
+    from lawa_lab.recipes.loop import Outcome, Target
+    from lawa_lab.recipes.run_folder import IfUsed, RunPlan
+    from lawa_lab.recipes.task import Worker
 
 __all__ = ["command"]
 
@@ -63,6 +66,43 @@ def _recipe(config: type[TrainConfig]) -> click.Command:
         help=about,
         short_help=config.about,
     )
+
+
+def _number(text: str) -> int | float:
+    return int(text) if text.strip().isdecimal() else float(text)
+
+
+class _Number(click.ParamType):  # type: ignore[type-arg]
+    """A whole number stays one, so that 200 is not shown as 200.0."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int | float:
+        if not isinstance(value, str):
+            return value  # type: ignore[no-any-return]
+        try:
+            return _number(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a number", param, ctx)
+
+
+class _List(click.ParamType):  # type: ignore[type-arg]
+    """Comma-separated values."""
+
+    def __init__(self, item: Callable[[str], Any]) -> None:
+        self.name, self._item = "list", item
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[Any, ...]:
+        if not isinstance(value, str):
+            return tuple(value)
+        try:
+            parts = [part.strip() for part in value.split(",")] if value.strip() else []
+            return tuple(map(self._item, parts))
+        except ValueError:
+            self.fail(f"{value!r} is not a list like 3,6,10", param, ctx)
+
+    def __repr__(self) -> str:
+        return "LIST"
 
 
 _RUN: list[click.Parameter] = [
@@ -116,6 +156,18 @@ _RUN: list[click.Parameter] = [
         show_default=True,
         help="Under torchrun: replicate the model (DDP) or shard it (FSDP2).",
     ),
+    click.Option(
+        ["--budgets"],
+        type=_List(_number),
+        help="Train at several numbers of epochs, such as 30,60,100, with the same seed and data "
+        "order, each in a folder inside RUN. A constant-rate run serves all of them, and landings "
+        "branch off it.",
+    ),
+    click.Option(
+        ["--until"],
+        metavar="METRIC=VALUE",
+        help="Stop when the average has this value, such as test_accuracy=0.784.",
+    ),
     click.Option(["--dry-run"], is_flag=True, help="Print the settings and exit."),
     click.Option(["--json", "as_json"], is_flag=True, help="Print rows as JSON, for programs."),
 ]
@@ -148,39 +200,6 @@ def _type(kind: Any) -> "click.ParamType[Any]":
     return plain[kind]
 
 
-class _Number(click.ParamType):  # type: ignore[type-arg]
-    """A whole number stays one, so that 200 is not shown as 200.0."""
-
-    name = "number"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> int | float:
-        if not isinstance(value, str):
-            return value  # type: ignore[no-any-return]
-        try:
-            return int(value) if value.strip().isdecimal() else float(value)
-        except ValueError:
-            self.fail(f"{value!r} is not a number", param, ctx)
-
-
-class _List(click.ParamType):  # type: ignore[type-arg]
-    """Comma-separated values."""
-
-    def __init__(self, item: Callable[[str], Any]) -> None:
-        self.name, self._item = "list", item
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[Any, ...]:
-        if not isinstance(value, str):
-            return tuple(value)
-        try:
-            parts = [part.strip() for part in value.split(",")] if value.strip() else []
-            return tuple(map(self._item, parts))
-        except ValueError:
-            self.fail(f"{value!r} is not a list like 3,6,10", param, ctx)
-
-    def __repr__(self) -> str:
-        return "LIST"
-
-
 def _train(recipe: type[TrainConfig], options: Mapping[str, Any], given: Mapping[str, Any]) -> int:
     names = {item.name for item in dataclasses.fields(recipe)}
     try:
@@ -211,37 +230,76 @@ def _train(recipe: type[TrainConfig], options: Mapping[str, Any], given: Mapping
 
 
 def _run(plan: "RunPlan", path: Path, options: Mapping[str, Any]) -> int:
-    from lawa_lab.cli.train_progress import show_run
-    from lawa_lab.recipes.loop import train
+    from lawa_lab.recipes.budgets import BudgetedRun, plan_budgets
+    from lawa_lab.recipes.loop import Target
     from lawa_lab.recipes.run_folder import RunFolder
     from lawa_lab.recipes.runtime import choose_worker
 
-    overwrite, resume = options["overwrite"], options["resume"]
-    folder = RunFolder(path, if_used="resume" if resume else "overwrite" if overwrite else "refuse")
+    if_used: IfUsed = (
+        "resume" if options["resume"] else "overwrite" if options["overwrite"] else "refuse"
+    )
+    try:
+        until = Target.parse(options["until"]) if options["until"] else None
+        if options["budgets"]:
+            runs = plan_budgets(plan, options["budgets"], path, if_used=if_used)
+        else:
+            runs = [BudgetedRun(plan, RunFolder(path, if_used=if_used))]
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
     worker = choose_worker(options["device"])
-    main = worker.rank == 0
-    if main:
-        folder.reserve(plan)  # before the data is loaded, which may take a while
-    with show_run(plan, path, worker, as_json=options["as_json"]) as callback:
+    if worker.rank == 0:  # before the data is loaded, which may take a while
+        for run in runs:
+            for one in (run, *run.branches):
+                one.folder.reserve(one.plan)
+    for run in runs:
+        code = _train_one(run, until, worker, options)
+        if code:
+            return code
+    if worker.rank == 0 and not options["as_json"]:
+        click.echo(f"Finished. What averaging saved: lawa report {path}")
+    return 0
+
+
+def _train_one(
+    run: "BudgetedRun", until: "Target | None", worker: "Worker", options: Mapping[str, Any]
+) -> int:
+    from lawa_lab.cli.train_progress import show_run
+    from lawa_lab.recipes.loop import train
+
+    with show_run(run.plan, run.folder.path, worker, as_json=options["as_json"]) as callback:
         outcome = train(
-            plan,
-            folder,
+            run.plan,
+            run.folder,
             worker,
             compile=options["compile"],
             parallel=options["parallel"],
             save_trajectory=options["save_trajectory"],
             save_minutes=options["save_minutes"],
+            until=until,
+            branches=run.branches,
             callback=callback,
         )
-    if not main:
+    if worker.rank != 0:
         return 0
     if not outcome.finished:
         click.echo(
             f"Stopped after step {outcome.step} of {outcome.num_steps}. Continue from the "
-            f"checkpoint in {path} with the same command and --resume.",
+            f"checkpoint in {run.folder.path} with the same command and --resume.",
             err=True,
         )
         return 130
-    if not options["as_json"]:
-        click.echo(f"Finished. What averaging saved: lawa report {path}")
+    if until is not None and not options["as_json"]:
+        click.echo(_say_target(until, outcome))
     return 0
+
+
+def _say_target(until: "Target", outcome: "Outcome") -> str:
+    target = f"{until.metric} {until.value:g}"
+    if outcome.reached is None:
+        return f"The average did not reach {target} in {outcome.num_steps} steps."
+    saved = 1 - outcome.step / outcome.num_steps
+    return (
+        f"The average reached {target} (it has {outcome.reached[until.metric]:.4f}) after "
+        f"{outcome.step} of {outcome.num_steps} steps, epoch {outcome.reached['epoch']:g}: "
+        f"{saved:.0%} of the planned training was not needed."
+    )

@@ -82,6 +82,14 @@ class _Lines(TrainingCallback):
                 "training", total=num_steps, completed=step, rate="-"
             )
 
+    def on_branch(self, plan: RunPlan) -> None:
+        """Name the branch."""
+        self._say(f"  branch: {plan.config.run_name}, {plan.config.epochs:g} epochs")
+
+    def on_trunk(self) -> None:
+        """Say that the run goes on."""
+        self._say("  end of the branch")
+
     def on_step(self, step: int) -> None:
         """Move the bar."""
         if self._progress is not None:

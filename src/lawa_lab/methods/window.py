@@ -18,9 +18,7 @@ __all__ = ["WindowMethod"]
 class WindowMethod:
     """A `LatestWeightAverager` with a horizon under a name of its own; one row per evaluation."""
 
-    def __init__(
-        self, model: nn.Module, *, k: int, share: float, blend: float, kind: str
-    ) -> None:
+    def __init__(self, model: nn.Module, *, k: int, share: float, blend: float, kind: str) -> None:
         self.kind, self._blend = kind, blend
         # The snapshots of a method that is compared must not slow down the run by host copies.
         self._window = LatestWeightAverager(

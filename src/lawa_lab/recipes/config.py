@@ -113,6 +113,10 @@ class TrainConfig(abc.ABC):
         "Averaging methods to evaluate beside the window, such as ema:0.99,ema:0.999. Available: "
         f"{typed_methods()}.",
     )
+    quantize: tuple[int, ...] = setting(
+        (),
+        "At the end, evaluate the weights rounded to these numbers of bits as well, such as 8,4.",
+    )
     evaluate_every: int = setting(
         1, "Evaluate after every N-th epoch (or N times NU steps), and after the last step."
     )
@@ -140,6 +144,8 @@ class TrainConfig(abc.ABC):
             parse_coefficients(rule)
         if len({str(parse_method(text)) for text in self.methods}) != len(self.methods):
             raise ConfigError(f"methods={','.join(self.methods)}: name each method once")
+        if any(not 2 <= bits <= 16 for bits in self.quantize):
+            raise ConfigError(f"quantize={list(self.quantize)}: give numbers of bits from 2 to 16")
         for policy in self.batch_norm:
             one_of("batch_norm", policy, ("re-estimated", "copied"))
         one_of("optimizer", self.optimizer, get_args(OptimizerName))

@@ -5,10 +5,13 @@ the rest. A resumed run therefore equals an uninterrupted one, bit for bit on th
 """
 
 import contextlib
+import dataclasses
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lawa_lab.recipes.learning_rate import first_landing_step
 from lawa_lab.recipes.parallel import Parallel
 from lawa_lab.recipes.run_folder import RunFolder, RunPlan
 from lawa_lab.recipes.runtime import deterministic, process_group, stop_request
@@ -16,9 +19,10 @@ from lawa_lab.recipes.task import Task, Worker
 from lawa_lab.recipes.trainer import Trainer
 from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
 from torch_lawa.cli.signals import StopRequest
+from torch_lawa.errors import ConfigError
 from torch_lawa.metrics import MetricsWriter, Row
 
-__all__ = ["Outcome", "TrainingCallback", "make_task", "train"]
+__all__ = ["Branch", "Outcome", "Target", "TrainingCallback", "make_task", "train"]
 
 
 class TrainingCallback:
@@ -26,6 +30,12 @@ class TrainingCallback:
 
     def on_begin(self, step: int, num_steps: int, num_batches: int) -> None:
         """The data is loaded; the run starts, or resumes after `step` steps."""
+
+    def on_branch(self, plan: RunPlan) -> None:
+        """Steps and rows from here on are those of a branch, which starts at the current step."""
+
+    def on_trunk(self) -> None:
+        """The branch has ended; steps and rows are again those of the run it started from."""
 
     def on_step(self, step: int) -> None:
         """A step was submitted to the device."""
@@ -35,16 +45,62 @@ class TrainingCallback:
 
 
 @dataclass(frozen=True)
+class Branch:
+    """A landing that starts from a constant-rate run, and the folder of its rows and weights."""
+
+    plan: RunPlan
+    folder: RunFolder
+
+
+@dataclass(frozen=True)
+class Target:
+    """The quality at which training may stop: the value of a metric.
+
+    >>> Target.parse("test_accuracy=0.784").reached({"test_accuracy": 0.79})
+    True
+    """
+
+    metric: str
+    value: float
+
+    @classmethod
+    def parse(cls, text: str) -> "Target":
+        """From METRIC=VALUE."""
+        metric, _, value = text.partition("=")
+        try:
+            if not metric.endswith(("_loss", "_accuracy")):
+                raise ValueError
+            return cls(metric.strip(), float(value))
+        except ValueError:
+            raise ConfigError(
+                f"target {text!r}: write it as METRIC=VALUE, such as test_accuracy=0.784 or "
+                "valid_loss=3.2"
+            ) from None
+
+    def reached(self, row: Row) -> bool:
+        """Whether a row has it."""
+        if self.metric not in row:
+            names = ", ".join(name for name in row if name.endswith(("_loss", "_accuracy")))
+            raise ConfigError(f"target {self.metric}: this recipe measures {names}")
+        value = row[self.metric]
+        if self.metric.endswith("_loss"):
+            return bool(value <= self.value)
+        return bool(value >= self.value)
+
+
+@dataclass(frozen=True)
 class Outcome:
     """How far a run came."""
 
     step: int
     num_steps: int
+    reached: Row | None = None
+    """The row of the average that reached the target, if there was one."""
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are done."""
-        return self.step == self.num_steps
+        """Whether all steps are done, or the target is reached."""
+        return self.step == self.num_steps or self.reached is not None
 
 
 def train(
@@ -56,13 +112,19 @@ def train(
     parallel: Parallel = "ddp",
     save_trajectory: bool = False,
     save_minutes: float = 10.0,
+    until: Target | None = None,
+    branches: Sequence[Branch] = (),
     callback: TrainingCallback | None = None,
 ) -> Outcome:
     """Train a recipe in its folder; resumes from the folder's checkpoint, if there is one.
 
     Ctrl-C or SIGTERM saves a checkpoint and returns an `Outcome` that is not `finished`. A
     checkpoint is also saved every `save_minutes`. The folder is written to only when the data is
-    loaded and the options have proved valid.
+    loaded and the options have proved valid. Training ends early when the first average has
+    reached the target `until`.
+
+    The `branches` are landings of this constant-rate run: each is trained when the run reaches the
+    step where its rate begins to fall, and ends with the bits that a run of its own would have.
     """
     with (
         process_group(worker, always=parallel == "fsdp"),
@@ -80,15 +142,15 @@ def train(
         if worker.rank == 0:
             folder.cut(trainer.step if resumed else -1)
             writer = stack.enter_context(MetricsWriter(folder.metrics))
-        return _loop(
-            trainer,
-            folder,
-            writer,
-            stop,
+        options = _LoopOptions(
+            stop=stop,
             save_trajectory=save_trajectory,
             save_seconds=60.0 * save_minutes,
+            until=until,
             callback=callback or TrainingCallback(),
         )
+        options.callback.on_begin(trainer.step, trainer.num_steps, task.num_batches)
+        return _loop(trainer, folder, writer, options, branches)
 
 
 def make_task(plan: RunPlan, worker: Worker) -> Task:
@@ -97,38 +159,81 @@ def make_task(plan: RunPlan, worker: Worker) -> Task:
     return plan.config.make_task(data, seed=plan.seed, worker=worker, smoke=plan.smoke)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _LoopOptions:
+    stop: StopRequest
+    save_trajectory: bool
+    save_seconds: float | None  # None: a branch, which starts again from its trunk
+    until: Target | None
+    callback: TrainingCallback
+
+
 def _loop(
     trainer: Trainer,
     folder: RunFolder,
     writer: MetricsWriter | None,
-    stop: StopRequest,
-    *,
-    save_trajectory: bool,
-    save_seconds: float,
-    callback: TrainingCallback,
+    options: _LoopOptions,
+    branches: Sequence[Branch],
 ) -> Outcome:
-    callback.on_begin(trainer.step, trainer.num_steps, trainer.task.num_batches)
+    callback, saves = options.callback, options.save_seconds
     saved_at = time.monotonic()
-    for batch in trainer.batches():
+    reached: Row | None = None
+    stopped = _train_branches(trainer, branches, options)  # if it resumes where one starts
+    for batch in trainer.batches() if not stopped else ():
         trainer.train_step(batch)
         callback.on_step(trainer.step)
         if trainer.averager.schedule.due(trainer.step):
             trainer.collect()
-            if save_trajectory:
+            if options.save_trajectory:
                 whole = trainer.parallel.whole(trainer.model)
                 if writer is not None:
                     folder.save_snapshot(whole, trainer.step, trainer.epoch)
         if trainer.evaluation_due:
-            callback.on_rows(trainer.evaluate(writer))
-        late = time.monotonic() - saved_at > save_seconds
-        stopped, due = trainer.agree(stop.requested, late)
+            rows = trainer.evaluate(writer)
+            callback.on_rows(rows)
+            averages = [row for row in rows if row["weights"] == trainer.averager.kind]
+            if options.until and averages and options.until.reached(averages[0]):
+                reached = averages[0]
+                break
+        if _train_branches(trainer, branches, options):
+            stopped = True
+            break
+        late = saves is not None and time.monotonic() - saved_at > saves
+        stopped, due = trainer.agree(options.stop.requested, late)
         if (stopped or due) and trainer.step < trainer.num_steps:
+            if stopped:
+                break
             trainer.save(folder)
             saved_at = time.monotonic()
-            if stopped:
-                return Outcome(trainer.step, trainer.num_steps)
-    trainer.save(folder)
-    tensors, notes = trainer.averaged()
-    if trainer.worker.rank == 0:
-        save_tensors(folder.averaged, tensors, notes)
-    return Outcome(trainer.step, trainer.num_steps)
+    if saves is not None:
+        trainer.save(folder)
+    outcome = Outcome(trainer.step, trainer.num_steps, reached)
+    if outcome.finished:
+        tensors, notes = trainer.averaged()
+        if trainer.worker.rank == 0:
+            save_tensors(folder.averaged, tensors, notes)
+    return outcome
+
+
+def _train_branches(trainer: Trainer, branches: Sequence[Branch], options: "_LoopOptions") -> bool:
+    """Train the branches that start at this step and are not done; whether a stop was requested."""
+    for branch in branches:
+        done = branch.folder.averaged.exists()
+        if done or trainer.step != first_landing_step(
+            branch.plan.config, trainer.count_steps(branch.plan.config)
+        ):
+            continue
+        if trainer.worker.rank == 0:
+            branch.folder.clear()  # of a branch that was interrupted
+            branch.folder.begin(branch.plan, world_size=trainer.worker.world_size)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(trainer.branched(branch.plan))
+            writer = None
+            if trainer.worker.rank == 0:
+                writer = stack.enter_context(MetricsWriter(branch.folder.metrics))
+            options.callback.on_branch(branch.plan)
+            own = dataclasses.replace(options, save_seconds=None, until=None)
+            if not _loop(trainer, branch.folder, writer, own, ()).finished:
+                return True
+        options.callback.on_trunk()
+    return False

@@ -1,6 +1,7 @@
 """Model, optimizer and averagers of one run: a step, a snapshot, an evaluation, a checkpoint."""
 
 import contextlib
+import copy
 import itertools
 import math
 import time
@@ -17,7 +18,8 @@ from lawa_lab.methods.stopwatch import Stopwatch
 from lawa_lab.recipes.config import TrainConfig
 from lawa_lab.recipes.learning_rate import learning_rate
 from lawa_lab.recipes.optimizers import build_optimizer
-from lawa_lab.recipes.parallel import Parallel, State, choose_parallel
+from lawa_lab.recipes.parallel import Parallel, Shards, State, choose_parallel
+from lawa_lab.recipes.quantization import quantized
 from lawa_lab.recipes.run_folder import RunFolder, RunPlan
 from lawa_lab.recipes.runtime import require_deterministic
 from lawa_lab.recipes.task import Batch, Task, Worker, mixed_seed
@@ -50,7 +52,7 @@ class Trainer:
         self.plan, self.task, self.worker = plan, task, worker
         self.parallel = choose_parallel(parallel, worker)
         self.config = config = plan.config
-        self.num_steps = max(1, round(config.epochs * task.num_batches))
+        self.num_steps = self.count_steps(config)
         self.nu = config.nu or max(task.num_batches, 1)  # `_check` refuses 0 batches
         self.schedule: Schedule = Every(self.nu)
         if config.horizon is not None:
@@ -82,6 +84,32 @@ class Trainer:
         self._loss = torch.zeros((), dtype=torch.float64, device=worker.device)
         self._num_losses = 0
         self._began: float | None = None
+
+    def count_steps(self, config: TrainConfig) -> int:
+        """How many steps a run of this recipe has with its number of epochs."""
+        return max(1, round(config.epochs * self.task.num_batches))
+
+    @contextlib.contextmanager
+    def branched(self, plan: RunPlan) -> Iterator[None]:
+        """Continue as another plan in the block, then return to this step of this plan.
+
+        The plans may differ in what follows from here: the landing and the number of epochs.
+        """
+        if isinstance(self.parallel, Shards):
+            raise ConfigError("branches of a sharded run are not supported: train without fsdp.")
+        state, own = copy.deepcopy(self.state_dict()), self.plan
+        self._follow(plan)
+        try:
+            yield
+        finally:
+            self._follow(own)
+            self.progress = self.parallel.restore(
+                state, self.model, self.optimizer, self._averagers
+            )
+
+    def _follow(self, plan: RunPlan) -> None:
+        self.plan, self.config = plan, plan.config
+        self.num_steps = self.count_steps(plan.config)
 
     @property
     def epoch(self) -> float:
@@ -155,7 +183,7 @@ class Trainer:
             rows = evaluate_side_by_side(
                 self.model,
                 averagers,
-                lambda _: self.task.evaluate(self.forward),
+                lambda _: self._measure(quantize=last),
                 labels=self._labels(),
                 ks=_averages(config)[: None if whole else 1],
                 batch_norm=config.batch_norm[: None if whole else 1],  # type: ignore[arg-type]
@@ -167,6 +195,16 @@ class Trainer:
             if writer is not None:
                 writer.write(row)
         return rows
+
+    def _measure(self, *, quantize: bool) -> dict[str, float]:
+        values = dict(self.task.evaluate(self.forward))
+        for bits in self.config.quantize if quantize else ():
+            with quantized(self.model, bits):
+                rounded = self.task.evaluate(self.forward)
+            for name, value in rounded.items():
+                head, _, kind = name.rpartition("_")
+                values[f"{head}_{bits}bit_{kind}"] = value
+        return values
 
     def _describe_method(self, row: Row) -> None:
         """Name the method and charge it its own updates instead of the window's."""

@@ -39,4 +39,6 @@ class HorizonWindow(Method):
         """A window in the model's memory."""
         from lawa_lab.methods.window import WindowMethod
 
-        return WindowMethod(model, k=int(self.k), share=self.share, blend=self.blend, kind=str(self))
+        return WindowMethod(
+            model, k=int(self.k), share=self.share, blend=self.blend, kind=str(self)
+        )
