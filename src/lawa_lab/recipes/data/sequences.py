@@ -12,7 +12,7 @@ _MOST_ON_DEVICE = 4 * 2**30  # bytes
 
 
 class Sequences:
-    """A stream of ids in rows: `<s>`, then `length` - 2 of its tokens, then `</s>`.
+    """A stream of ids in rows of `length`, each between `<s>` and `</s>` if `framed`.
 
     The incomplete last row is dropped. The ids are stored on the device if they fit, in two bytes
     each if the vocabulary allows; on the host they stay memory-mapped.
@@ -23,8 +23,11 @@ class Sequences:
             [ 0, 10, 11, 12,  2]])
     """
 
-    def __init__(self, ids: TokenIds, length: int, device: torch.device) -> None:
-        body = length - 2
+    def __init__(
+        self, ids: TokenIds, length: int, device: torch.device, *, framed: bool = True
+    ) -> None:
+        self._framed = framed
+        body = length - 2 if framed else length
         num_rows = len(ids) // body
         rows = ids[: num_rows * body].reshape(num_rows, body)
         # PyTorch supports few operations on uint16, so the ids are viewed as int16.
@@ -44,6 +47,8 @@ class Sequences:
     def __getitem__(self, chosen: Tensor) -> Tensor:
         """The rows with these indices, int64, on the device."""
         rows = self._rows[chosen.to(self._rows.device)].to(self._device)
+        if not self._framed:
+            return rows.long() & self._mask
         out = torch.empty(len(rows), rows.shape[1] + 2, dtype=torch.int64, device=self._device)
         out[:, 0], out[:, -1] = BOS, EOS
         out[:, 1:-1] = rows.long() & self._mask

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from lawa_lab.recipes.data.text import check_text, read_text
+from lawa_lab.recipes.data.text import check_text, read_text, smoke_text
 from torch_lawa.checkpoints.storage.atomic import (
     clear_stale,
     publish,
@@ -31,7 +32,17 @@ from torch_lawa.errors import ConfigError, LawaError, OutputError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["BOS", "EOS", "MASK", "SPECIAL_TOKENS", "TokenIds", "Tokens", "encode", "load_tokens"]
+__all__ = [
+    "BOS",
+    "EOS",
+    "MASK",
+    "SPECIAL_TOKENS",
+    "TokenIds",
+    "Tokens",
+    "encode",
+    "load_smoke_tokens",
+    "load_tokens",
+]
 
 # RoBERTa's, in its order; ids below len(SPECIAL_TOKENS) are special tokens.
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
@@ -99,6 +110,18 @@ def load_tokens(files: Mapping[str, Path], vocabulary: int, *, cache: Path | Non
         f"token ids cannot be cached in {' or '.join(refused)}. Make one of them writable, or set "
         "the environment variable XDG_CACHE_HOME to another folder."
     )
+
+
+def load_smoke_tokens(vocabulary: int) -> Tokens:
+    """The ids of a short synthetic text, for a smoke run."""
+    with tempfile.TemporaryDirectory(prefix="lawa-smoke-") as folder:
+        files = {split: Path(folder, f"{split}.txt") for split in ("train", "valid")}
+        for number, path in enumerate(files.values()):
+            path.write_text(smoke_text(400 if number == 0 else 60, seed=number), encoding="utf-8")
+        tokens = load_tokens(files, vocabulary, cache=Path(folder, "cache"))
+        # The arrays are mapped from files that are deleted now.
+        kept = {split: ids.copy() for split, ids in tokens.ids.items()}
+    return Tokens(kept, tokens.vocabulary, tokens.folder)
 
 
 def encode(tokenizer: "Tokenizer", pieces: Iterable[str]) -> TokenIds:

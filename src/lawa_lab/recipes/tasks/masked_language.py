@@ -6,7 +6,6 @@ uses GPT-2's vocabulary and breaks sequences at line ends: its losses are per to
 vocabulary, so their shape is comparable with ours but not their level.
 """
 
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 
 from lawa_lab.recipes.catalog.wikitext import WikiTextConfig
 from lawa_lab.recipes.data.sequences import Sequences
-from lawa_lab.recipes.data.text import find_text, smoke_text
-from lawa_lab.recipes.data.tokens import Tokens, load_tokens
+from lawa_lab.recipes.data.text import find_text
+from lawa_lab.recipes.data.tokens import Tokens, load_smoke_tokens, load_tokens
 from lawa_lab.recipes.task import Batch, Worker, seeded
 from lawa_lab.recipes.tasks.masking import IGNORED, mask_tokens, num_masked
 from torch_lawa.errors import DataError, LawaError
@@ -120,13 +119,6 @@ class MaskedLanguageTask:
 
 def load_task_tokens(config: WikiTextConfig, data: Path | None, *, smoke: bool) -> Tokens:
     """The text in `data` (default: the folder `data`), or a synthetic one for a smoke run."""
-    if not smoke:
-        return load_tokens(find_text(data or Path("data")), config.vocabulary)
-    with tempfile.TemporaryDirectory(prefix="lawa-smoke-") as folder:
-        files = {split: Path(folder, f"{split}.txt") for split in ("train", "valid")}
-        for number, path in enumerate(files.values()):
-            path.write_text(smoke_text(400 if number == 0 else 60, seed=number), encoding="utf-8")
-        tokens = load_tokens(files, config.vocabulary, cache=Path(folder, "cache"))
-        # The arrays are mapped from files that are deleted now.
-        kept = {split: ids.copy() for split, ids in tokens.ids.items()}
-    return Tokens(kept, tokens.vocabulary, tokens.folder)
+    if smoke:
+        return load_smoke_tokens(config.vocabulary)
+    return load_tokens(find_text(data or Path("data")), config.vocabulary)
