@@ -40,7 +40,7 @@ def plan_budgets(
     config = plan.config
     if config.schedule != "constant":
         return [BudgetedRun(*make(f"epochs-{budget:g}", epochs=budget)) for budget in budgets]
-    trunk = make("constant", epochs=max(budgets), land=0.0)
+    trunk = make("constant", epochs=max(budgets), land=0.0, evaluate_at=tuple(budgets))
     if not config.land:
         return [BudgetedRun(*trunk)]
     shape = "" if config.land_shape == "linear" else f"-{config.land_shape}"

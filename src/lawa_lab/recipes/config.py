@@ -120,6 +120,9 @@ class TrainConfig(abc.ABC):
     evaluate_every: int = setting(
         1, "Evaluate after every N-th epoch (or N times NU steps), and after the last step."
     )
+    evaluate_at: tuple[float, ...] = setting(
+        (), "Evaluate after these numbers of epochs as well, such as 0.25,0.5."
+    )
     variants_every: int = setting(
         1, "Evaluate averages other than the first only at every N-th evaluation, and the last."
     )
@@ -144,6 +147,8 @@ class TrainConfig(abc.ABC):
             parse_coefficients(rule)
         if len({str(parse_method(text)) for text in self.methods}) != len(self.methods):
             raise ConfigError(f"methods={','.join(self.methods)}: name each method once")
+        if any(epochs <= 0 for epochs in self.evaluate_at):
+            raise ConfigError(f"evaluate_at={list(self.evaluate_at)}: give positive numbers")
         if any(not 2 <= bits <= 16 for bits in self.quantize):
             raise ConfigError(f"quantize={list(self.quantize)}: give numbers of bits from 2 to 16")
         for policy in self.batch_norm:

@@ -218,10 +218,9 @@ def _loop(
 def _train_branches(trainer: Trainer, branches: Sequence[Branch], options: "_LoopOptions") -> bool:
     """Train the branches that start at this step and are not done; whether a stop was requested."""
     for branch in branches:
-        done = branch.folder.averaged.exists()
-        if done or trainer.step != first_landing_step(
-            branch.plan.config, trainer.count_steps(branch.plan.config)
-        ):
+        config = branch.plan.config
+        begins = first_landing_step(config, trainer.count_steps(config.epochs))
+        if trainer.step != begins or branch.folder.averaged.exists():
             continue
         if trainer.worker.rank == 0:
             branch.folder.clear()  # of a branch that was interrupted

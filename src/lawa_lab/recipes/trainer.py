@@ -52,7 +52,8 @@ class Trainer:
         self.plan, self.task, self.worker = plan, task, worker
         self.parallel = choose_parallel(parallel, worker)
         self.config = config = plan.config
-        self.num_steps = self.count_steps(config)
+        self.num_steps = self.count_steps(config.epochs)
+        self._evaluated_at = {self.count_steps(epochs) for epochs in config.evaluate_at}
         self.nu = config.nu or max(task.num_batches, 1)  # `_check` refuses 0 batches
         self.schedule: Schedule = Every(self.nu)
         if config.horizon is not None:
@@ -85,9 +86,9 @@ class Trainer:
         self._num_losses = 0
         self._began: float | None = None
 
-    def count_steps(self, config: TrainConfig) -> int:
-        """How many steps a run of this recipe has with its number of epochs."""
-        return max(1, round(config.epochs * self.task.num_batches))
+    def count_steps(self, epochs: float) -> int:
+        """How many steps that number of epochs has."""
+        return max(1, round(epochs * self.task.num_batches))
 
     @contextlib.contextmanager
     def branched(self, plan: RunPlan) -> Iterator[None]:
@@ -109,7 +110,7 @@ class Trainer:
 
     def _follow(self, plan: RunPlan) -> None:
         self.plan, self.config = plan, plan.config
-        self.num_steps = self.count_steps(plan.config)
+        self.num_steps = self.count_steps(plan.config.epochs)
 
     @property
     def epoch(self) -> float:
@@ -120,8 +121,9 @@ class Trainer:
     @property
     def evaluation_due(self) -> bool:
         """Whether to evaluate now: after every N-th epoch (or N times nu steps), and at the end."""
-        due = self.step % (self.nu * self.config.evaluate_every) == 0
-        return due or self.step == self.num_steps
+        if self.step == self.num_steps or self.step in self._evaluated_at:
+            return True
+        return self.step % (self.nu * self.config.evaluate_every) == 0
 
     def batches(self) -> Iterator[Batch]:
         """The remaining batches."""
@@ -177,7 +179,7 @@ class Trainer:
         config = self.config
         number = self.step // (self.nu * config.evaluate_every)
         last = self.step == self.num_steps
-        whole = number % config.variants_every == 0 or last
+        whole = number % config.variants_every == 0 or last or self.step in self._evaluated_at
         averagers = [self.averager, *self.methods.values()]
         with self.autocast():
             rows = evaluate_side_by_side(
@@ -348,7 +350,8 @@ class Trainer:
                 f"batch_size={config.batch_size}: not a multiple of the {world_size} processes."
             )
         num_snapshots = self.schedule.expected(range(1, self.num_steps + 1))
-        if num_snapshots is not None and num_snapshots < max(config.ks):
+        short = num_snapshots is not None and num_snapshots < max(config.ks)
+        if short and config.horizon is None:  # a growing window is read before it is full
             raise ConfigError(
                 f"k={max(config.ks)}: the run takes {num_snapshots} snapshots, so this window "
                 "would never be full. Train longer, or lower --ks or --nu."

@@ -46,6 +46,13 @@ class Cifar100Config(TrainConfig):
         4, "Padding in pixels before the random crop; images are also flipped. Ours.", minimum=0
     )
 
+    held_out: int = setting(
+        0,
+        "Hold out this many training images, the same for all seeds, and evaluate on them instead "
+        "of the test images: for choosing hyper-parameters.",
+        minimum=0,
+    )
+
     def make_task(self, data: Path | None, *, seed: int, worker: "Worker", smoke: bool) -> "Task":
         """CIFAR-100 from `data` (default: the folder `data`), or synthetic images."""
         from lawa_lab.recipes.data.cifar import load_cifar100
@@ -57,6 +64,8 @@ class Cifar100Config(TrainConfig):
             images = smoke_images(10, 32, 160, 64, seed=0)
         else:
             images = load_cifar100(Path("data") if data is None else data)
+        if self.held_out:
+            images = images.hold_out(self.held_out)
         return ImageTask(
             images=images,
             build=functools.partial(resnet34, images.num_classes, stem="small", width=self.width),
@@ -65,4 +74,5 @@ class Cifar100Config(TrainConfig):
             batch_size=self.batch_size,
             batch_norm_batches=self.batch_norm_batches,
             padding=self.padding,
+            prefix="valid" if self.held_out else "test",
         )

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_lawa.errors import DataError
+from torch_lawa.errors import ConfigError, DataError
 
 __all__ = [
     "Images",
@@ -56,6 +56,18 @@ class Images:
                 raise DataError(
                     f"{split} labels: from {low} to {high} with {self.num_classes} classes"
                 )
+
+    def hold_out(self, number: int) -> "Images":
+        """Training images only: `number` of them, drawn once for all seeds, are the test images."""
+        if not 0 < number < len(self.train_images):
+            raise ConfigError(
+                f"held_out={number}: must be below the {len(self.train_images)} training images"
+            )
+        generator = torch.Generator().manual_seed(0)
+        order = torch.randperm(len(self.train_images), generator=generator)
+        test, train = order[:number].sort().values, order[number:].sort().values
+        x, y = self.train_images, self.train_labels
+        return Images(x[train], y[train], x[test], y[test], self.num_classes)
 
 
 def augment(images: Tensor, padding: int, generator: torch.Generator) -> Tensor:
