@@ -45,7 +45,7 @@ class Study:
 
     recipe: str
     budgets: tuple[float, ...]
-    free: str  # the Schedule-Free optimizer
+    free: dict[str, Any]  # settings of Schedule-Free runs
     landings: tuple[tuple[float, str], ...]
     shared: dict[str, Any]  # settings of every run
     anytime: dict[str, Any]  # of constant-rate runs
@@ -56,7 +56,7 @@ STUDIES = {
     "decoder": Study(
         recipe="wikipedia-decoder",
         budgets=(0.25, 0.5, 1),
-        free="schedule-free-adamw",
+        free={"optimizer": "schedule-free-adamw", "beta2": 0.99},
         landings=((0.2, "linear"), (0.2, "1-sqrt"), (0.1, "linear")),
         shared={"evaluation_tokens": 2**17, "quantize": (8, 4)},
         anytime={
@@ -70,7 +70,7 @@ STUDIES = {
     "cifar100": Study(
         recipe="cifar100-resnet34",
         budgets=(30, 60, 100, 200),
-        free="schedule-free-sgd",
+        free={"optimizer": "schedule-free-sgd", "warmup_steps": 1000},
         landings=((0.2, "linear"), (0.1, "linear")),
         shared={
             "horizon": 0.25, "ks": (16, 8, 4), "coefficients": ("uniform",),
@@ -107,7 +107,7 @@ def plan_run(study: Study, name: str, data: Path, out: Path, *, smoke: bool) -> 
         "epochs": _number(float(epochs)) if epochs else max(study.budgets),
         **(study.anytime if kind == "constant" else {}),
         **({"evaluate_at": study.budgets} if kind in ("constant", "free") else {}),
-        **({"optimizer": study.free} if kind == "free" else {}),
+        **(study.free if kind == "free" else {}),
         **({"held_out": 5000} if held_out and not smoke else {}),
     }
     if smoke:
