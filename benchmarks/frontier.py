@@ -56,9 +56,9 @@ STUDIES = {
     "decoder": Study(
         recipe="wikipedia-decoder",
         budgets=(0.25, 0.5, 1),
-        free={"optimizer": "schedule-free-adamw", "beta2": 0.99},
+        free={"optimizer": "schedule-free-adamw"},
         landings=((0.2, "linear"), (0.2, "1-sqrt"), (0.1, "linear")),
-        shared={"evaluation_tokens": 2**17, "quantize": (8, 4)},
+        shared={"evaluation_tokens": 2**17, "quantize": (8, 4), "nu": 500},
         anytime={
             "methods": (
                 "horizon:0.5:16", "horizon:0.1:8", "horizon:0.2:8:0.3",

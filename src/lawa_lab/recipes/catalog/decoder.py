@@ -40,7 +40,7 @@ class DecoderConfig(TrainConfig):
     schedule: LearningRateSchedule = "constant"
     warmup_steps: int = 200
     weight_decay: float = setting(0.1, "Weight decay.", minimum=0)
-    beta2: float = setting(0.95, "Adam's beta2.", below=1)
+    beta2: float = setting(0.99, "Adam's beta2.", below=1)
     clip_norm: float | None = 1.0
     nu: int | None = setting(
         250, "Evaluate, and without a horizon take a snapshot, every NU steps."
