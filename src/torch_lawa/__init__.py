@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from torch_lawa.offline.sweep import sweep_checkpoints as sweep_checkpoints
     from torch_lawa.offline.watching.watcher import watch_run as watch_run
     from torch_lawa.schedule import Every as Every
+    from torch_lawa.schedule import Horizon as Horizon
     from torch_lawa.schedule import OnPlateau as OnPlateau
     from torch_lawa.schedule import Schedule as Schedule
     from torch_lawa.schedule import register_schedule as register_schedule
@@ -66,7 +67,7 @@ _PUBLIC = {
     "offline.plan": ("plan_average",),
     "offline.sweep": ("plan_sweep", "run_sweep", "sweep_checkpoints"),
     "offline.watching.watcher": ("watch_run",),
-    "schedule": ("Every", "OnPlateau", "Schedule", "register_schedule"),
+    "schedule": ("Every", "Horizon", "OnPlateau", "Schedule", "register_schedule"),
     "stores.disk": ("DiskStore",),
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
