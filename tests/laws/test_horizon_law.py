@@ -9,10 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from support.models import round_fraction, true_mean
 from torch import Tensor
 
 from torch_lawa import DiskStore, Horizon, LatestWeightAverager
+from torch_lawa.offline.average import run_average
+from torch_lawa.offline.plan import plan_average
+from torch_lawa.offline.sweep import sweep_checkpoints
 
 SHARES = st.floats(0.03, 0.95) | st.sampled_from([0.1, 0.25, 1 / 3, 0.5, 0.29])
 
@@ -38,7 +42,8 @@ def test_the_window_spans_its_share_at_any_step(share: float, k: int, start: int
             # What an average takes is the last share of the steps, up to one spacing...
             room = spacing(share, k, step) + 2  # whole steps
             assert abs(taken[-n] - (1 - share) * step) <= room
-        if spacing(share, k, step) > 2 and step > (start + 1) / (1 - share) ** 2:
+        oldest = spacing(share, k, round((1 - share) * step))
+        if oldest > 2 and step > (start + 1) / (1 - share) ** 2:
             assert n >= k - 1  # ... and all of the window is in it, so nothing is kept for nothing
             assert n == k or step != taken[-1]
 
@@ -137,3 +142,34 @@ def test_labels_of_the_caller_decide_what_is_in_the_share() -> None:
     exact = true_mean([weights(epoch)["w"] for epoch in (4, 5, 6)])
     assert averager.average()["w"].tolist() == [round_fraction(m, torch.float32) for m in exact]
     assert not torch.equal(averager.average(k=4)["w"], averager.average()["w"])
+
+
+@settings(max_examples=15)
+@given(
+    share=st.sampled_from([0.1, 0.25, 1 / 3, 0.5, 0.8]),
+    k=st.integers(1, 8),
+    start=st.integers(0, 10),
+    last=st.integers(20, 150),
+)
+def test_offline_takes_the_same_checkpoints(
+    tmp_path_factory: pytest.TempPathFactory, share: float, k: int, start: int, last: int
+) -> None:
+    """If every snapshot is saved: the same steps and the same bits at any step."""
+    folder = tmp_path_factory.mktemp("run")
+    averager = LatestWeightAverager(k=k, schedule=Horizon(share, k=k, start=start))
+    for step in range(1, last + 1):
+        if averager.step(weights(step)):
+            save_file(weights(step), folder / f"step_{step}.safetensors")
+    made = folder / "mean.safetensors"
+    plan = plan_average(folder, made, horizon=share)
+    assert [i.step for i in plan.inputs] == averager.snapshot_steps[-averager.num_averaged :]
+    run_average(plan)
+    found = load_file(made)
+    for name, tensor in averager.average().items():
+        assert torch.equal(found[name], tensor)
+    if len(plan.inputs) > 1:
+        sweep_checkpoints(
+            folder, horizons=[share], at=[plan.inputs[-1].step or 0], output=folder / "swept"
+        )
+        (swept,) = (folder / "swept").iterdir()
+        assert torch.equal(load_file(swept)["w"], found["w"])
