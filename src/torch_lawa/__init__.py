@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from torch_lawa.averager import LatestWeightAverager as LatestWeightAverager
     from torch_lawa.batch_norm import recalibrate_batch_norm as recalibrate_batch_norm
     from torch_lawa.coefficients import Annealing as Annealing
+    from torch_lawa.coefficients import Blend as Blend
     from torch_lawa.coefficients import Coefficients as Coefficients
     from torch_lawa.coefficients import Explicit as Explicit
     from torch_lawa.coefficients import Exponential as Exponential
@@ -50,6 +51,7 @@ _PUBLIC = {
     "batch_norm": ("recalibrate_batch_norm",),
     "coefficients": (
         "Annealing",
+        "Blend",
         "Coefficients",
         "Explicit",
         "Exponential",

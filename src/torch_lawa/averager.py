@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_lawa import averager_state
-from torch_lawa.coefficients import Coefficients, Uniform
+from torch_lawa.coefficients import Blend, Coefficients, Uniform, blended
 from torch_lawa.errors import ConfigError, StateError
 from torch_lawa.ranks.agreement import check_same_call, check_same_decision
 from torch_lawa.schedule import Every, Horizon, Schedule, choose_schedule
@@ -91,7 +91,9 @@ class LatestWeightAverager:
     Args:
         k: How many snapshots the window holds. The paper's default is 6.
         coefficients: The weights of the mean: `Uniform()`, `Exponential(alpha)`,
-            `Explicit(weights)` or `Annealing(curve)`.
+            `Explicit(weights)`, `Annealing(curve)` or `Blend(blend, rule)`.
+        blend: Blend the mean with the live weights: `(1 - blend) * live + blend * mean`, as with
+            `Blend(blend, coefficients)`.
         schedule: When `step` takes a snapshot: `Every(n, start=...)` or `OnPlateau(...)`; by
             default at every call. The averager works with a copy of it.
         horizon: Instead of a schedule: the share of the steps so far, such as 1/4, that the window
@@ -125,6 +127,7 @@ class LatestWeightAverager:
         k: int = 6,
         *,
         coefficients: Coefficients | None = None,
+        blend: float | None = None,
         schedule: Schedule | None = None,
         horizon: float | None = None,
         min_snapshots: int | None = None,
@@ -148,7 +151,8 @@ class LatestWeightAverager:
         if not isinstance(store, Store):
             one_of("store", store, ("host", "device"), " Or give a DiskStore(folder).")
             store = HostStore() if store == "host" else DeviceStore()
-        self._coefficients = _checked(Uniform() if coefficients is None else coefficients)
+        rule = _checked(Uniform() if coefficients is None else coefficients)
+        self._coefficients = blended(rule, blend)
         self._coefficients.weights(k)  # raises if there are too few explicit weights
         # A copy: a schedule counts calls, and the same object may be given to two averagers.
         self._schedule: Schedule = Every(1) if schedule is None else copy.deepcopy(schedule)
@@ -306,11 +310,11 @@ class LatestWeightAverager:
     ) -> dict[str, Tensor]:
         """The mean of the window as a plain state dict, for `model.load_state_dict`.
 
-        `k` averages only the k newest snapshots; `coefficients` replaces the averager's own.
-        Tensors have their own dtypes unless `dtype` is given, and are on the device of the
-        snapshots unless `device` is given. They are new tensors that you may change. Tensors that
-        are sharded in the model (FSDP2, tensor parallel) are DTensors here, too: nothing is
-        gathered.
+        `k` averages only the k newest snapshots; `coefficients` replaces the averager's own. A
+        blend takes the newest snapshot as the live weights, since no model is given. Tensors have
+        their own dtypes unless `dtype` is given, and are on the device of the snapshots unless
+        `device` is given. They are new tensors that you may change. Tensors that are sharded in the
+        model (FSDP2, tensor parallel) are DTensors here, too: nothing is gathered.
         """
         check_float(dtype)
         n = self._window_size(k)
@@ -336,8 +340,9 @@ class LatestWeightAverager:
 
         Values are copied into the model's own tensors, so optimizers, compiled graphs and CUDA
         graphs stay valid. Buffers are restored as well, so BatchNorm statistics may be re-estimated
-        inside the block. It takes memory for one copy of the weights on their device; with a store
-        on the host or on disk this is the staging memory of `collect`.
+        inside the block. A blend takes this model's weights as the live ones. It takes memory for
+        one copy of the weights on their device; with a store on the host or on disk this is the
+        staging memory of `collect`.
         """
         n = self._window_size(k)
         live = live_tensors(model)
@@ -345,7 +350,8 @@ class LatestWeightAverager:
         used = swap_targets(live, {**window.averaged.signature(), **window.kept.signature()})
         # Names that were tied when they were collected, but are separate tensors in this model.
         untied = {a: name for a, name in window.ties.items() if a in live and name in used}
-        weights = self._rule(coefficients).weights(n)
+        rule = self._rule(coefficients)
+        weights = rule.live_weights(n) if isinstance(rule, Blend) else rule.weights(n)
 
         def write() -> None:
             window.mean_into(used, self._window_size(n), weights)  # may have been reset since

@@ -149,7 +149,10 @@ class Window:
         self._bound = selection.version
 
     def mean_into(self, targets: Mapping[str, Tensor], n: int, weights: Weights) -> None:
-        """Write the mean of the `n` newest snapshots, and the kept tensors, into `targets`."""
+        """Write the mean of the `n` newest snapshots, and the kept tensors, into `targets`.
+
+        With n + 1 weights the present values of `targets` are averaged, too, as the last member.
+        """
         self.store.check_owner(self)
         self._mean.read_into(targets, self.averaged, n, weights)
         for name, value in self.kept.views(self.store.kept_flats()).items():

@@ -220,7 +220,7 @@ def _explicit(
     found: Discovery, inputs: Sequence[Input], weights: Sequence[float], options: AverageOptions
 ) -> Explicit:
     """The weights, put into the order of the checkpoints, which may be sorted by step."""
-    if options.rule != Uniform():
+    if options.coefficients != Uniform():
         raise ConfigError("--weights and --coefficients exclude each other. Give one of them.")
     if len(weights) != len(inputs) or len(found.found) != len(inputs):
         raise ConfigError(
