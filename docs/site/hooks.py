@@ -137,7 +137,7 @@ FRAMEWORKS = (
     "accelerate.register_averager",
     "timm.timm_checkpoint",
 )
-WITHOUT_MEMBERS = ("DiskStore", "Schedule", "Every", "OnPlateau", "Averager")
+WITHOUT_MEMBERS = ("DiskStore", "Schedule", "Every", "Horizon", "OnPlateau", "Averager")
 
 
 def _references() -> dict[str, str]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from torch_lawa.averager import LatestWeightAverager as LatestWeightAverager
     from torch_lawa.batch_norm import recalibrate_batch_norm as recalibrate_batch_norm
     from torch_lawa.coefficients import Annealing as Annealing
+    from torch_lawa.coefficients import Blend as Blend
     from torch_lawa.coefficients import Coefficients as Coefficients
     from torch_lawa.coefficients import Explicit as Explicit
     from torch_lawa.coefficients import Exponential as Exponential
@@ -39,6 +40,7 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from torch_lawa.offline.sweep import sweep_checkpoints as sweep_checkpoints
     from torch_lawa.offline.watching.watcher import watch_run as watch_run
     from torch_lawa.schedule import Every as Every
+    from torch_lawa.schedule import Horizon as Horizon
     from torch_lawa.schedule import OnPlateau as OnPlateau
     from torch_lawa.schedule import Schedule as Schedule
     from torch_lawa.schedule import register_schedule as register_schedule
@@ -49,6 +51,7 @@ _PUBLIC = {
     "batch_norm": ("recalibrate_batch_norm",),
     "coefficients": (
         "Annealing",
+        "Blend",
         "Coefficients",
         "Explicit",
         "Exponential",
@@ -66,7 +69,7 @@ _PUBLIC = {
     "offline.plan": ("plan_average",),
     "offline.sweep": ("plan_sweep", "run_sweep", "sweep_checkpoints"),
     "offline.watching.watcher": ("watch_run",),
-    "schedule": ("Every", "OnPlateau", "Schedule", "register_schedule"),
+    "schedule": ("Every", "Horizon", "OnPlateau", "Schedule", "register_schedule"),
     "stores.disk": ("DiskStore",),
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}

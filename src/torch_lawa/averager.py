@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from torch_lawa import averager_state
-from torch_lawa.coefficients import Coefficients, Uniform
-from torch_lawa.errors import ConfigError, NotReadyError, StateError
+from torch_lawa.coefficients import Blend, Coefficients, Uniform, blended
+from torch_lawa.errors import ConfigError, StateError
 from torch_lawa.ranks.agreement import check_same_call, check_same_decision
-from torch_lawa.schedule import Every, Schedule
+from torch_lawa.schedule import Every, Horizon, Schedule, choose_schedule
 from torch_lawa.selection import BufferRule, FrozenRule, Selector, live_tensors
 from torch_lawa.stores.base import Counters, Snapshot, Store
 from torch_lawa.stores.memory import DeviceStore, HostStore
@@ -91,11 +91,16 @@ class LatestWeightAverager:
     Args:
         k: How many snapshots the window holds. The paper's default is 6.
         coefficients: The weights of the mean: `Uniform()`, `Exponential(alpha)`,
-            `Explicit(weights)` or `Annealing(curve)`.
+            `Explicit(weights)`, `Annealing(curve)` or `Blend(blend, rule)`.
+        blend: Blend the mean with the live weights: `(1 - blend) * live + blend * mean`, as with
+            `Blend(blend, coefficients)`.
         schedule: When `step` takes a snapshot: `Every(n, start=...)` or `OnPlateau(...)`; by
             default at every call. The averager works with a copy of it.
-        min_snapshots: How many snapshots an average needs; `k` by default, as in the paper.
-            `min_snapshots=1` averages whatever was collected, from the first snapshot on.
+        horizon: Instead of a schedule: the share of the steps so far, such as 1/4, that the window
+            spans with its `k` snapshots, however long the run will be (see `Horizon`).
+        min_snapshots: How many snapshots an average needs; `k` by default, as in the paper, and 1
+            with a horizon. `min_snapshots=1` averages whatever was collected, from the first
+            snapshot on.
         store: Where snapshots are kept: "host" memory (filled asynchronously from a GPU), the
             model's "device", or a `DiskStore(folder)`.
         storage_dtype: Store snapshots in `torch.bfloat16` or `torch.float16` to halve their memory.
@@ -122,7 +127,9 @@ class LatestWeightAverager:
         k: int = 6,
         *,
         coefficients: Coefficients | None = None,
+        blend: float | None = None,
         schedule: Schedule | None = None,
+        horizon: float | None = None,
         min_snapshots: int | None = None,
         store: Literal["host", "device"] | Store = "host",
         storage_dtype: torch.dtype | None = None,
@@ -133,7 +140,9 @@ class LatestWeightAverager:
         _sliding: Sliding = "auto",
     ) -> None:
         k = whole_number("k", k, least=1)
-        least = k if min_snapshots is None else min_snapshots
+        schedule = choose_schedule(schedule, horizon, k)
+        least = 1 if isinstance(schedule, Horizon) else k
+        least = least if min_snapshots is None else min_snapshots
         self._min_snapshots = whole_number("min_snapshots", least, least=1, most=k)
         one_of("buffers", buffers, ("newest", "average"))
         one_of("frozen", frozen, ("keep", "omit"))
@@ -142,11 +151,17 @@ class LatestWeightAverager:
         if not isinstance(store, Store):
             one_of("store", store, ("host", "device"), " Or give a DiskStore(folder).")
             store = HostStore() if store == "host" else DeviceStore()
-        self._coefficients = _checked(Uniform() if coefficients is None else coefficients)
+        rule = _checked(Uniform() if coefficients is None else coefficients)
+        self._coefficients = blended(rule, blend)
         self._coefficients.weights(k)  # raises if there are too few explicit weights
         # A copy: a schedule counts calls, and the same object may be given to two averagers.
         self._schedule: Schedule = Every(1) if schedule is None else copy.deepcopy(schedule)
         check_kind("schedule", self._schedule, "due", "Every(n) or OnPlateau()")
+        if isinstance(schedule, Horizon) and schedule.k > k:
+            raise ConfigError(
+                f"{schedule} spreads {schedule.k} snapshots over its share of the run, but the "
+                f"window holds k={k}: give both the same k."
+            )
         expected = self._schedule.expected()
         if expected is not None and expected < self._min_snapshots:
             raise ConfigError(
@@ -186,12 +201,17 @@ class LatestWeightAverager:
     @property
     def ready(self) -> bool:
         """Whether there are enough snapshots for an average."""
-        return len(self) >= self._min_snapshots
+        return self.num_averaged >= self._min_snapshots
+
+    @property
+    def num_averaged(self) -> int:
+        """How many snapshots, the newest, an average takes: all, or those within the horizon."""
+        return self._schedule.num_averaged(self.snapshot_steps)
 
     @property
     def snapshot_steps(self) -> list[int]:
         """The step labels of the snapshots in the window, oldest first."""
-        return [snapshot.step for snapshot in self._window.snapshots]
+        return self._window.steps
 
     @property
     def num_collected(self) -> int:
@@ -249,7 +269,7 @@ class LatestWeightAverager:
         calls of `step` so far, or of `collect` if `step` is not used. Labels must increase.
         """
         refuse_if_swapped(model, "collect was called")
-        label = self._next_label(step)
+        label = self._window.next_label(step, self._num_steps or self._num_collected + 1)
         selection = self._select(model)
         self._compare_ranks(model, f"the first call of averager.collect, of step {label},")
         index = self._num_collected
@@ -290,11 +310,11 @@ class LatestWeightAverager:
     ) -> dict[str, Tensor]:
         """The mean of the window as a plain state dict, for `model.load_state_dict`.
 
-        `k` averages only the k newest snapshots; `coefficients` replaces the averager's own.
-        Tensors have their own dtypes unless `dtype` is given, and are on the device of the
-        snapshots unless `device` is given. They are new tensors that you may change. Tensors that
-        are sharded in the model (FSDP2, tensor parallel) are DTensors here, too: nothing is
-        gathered.
+        `k` averages only the k newest snapshots; `coefficients` replaces the averager's own. A
+        blend takes the newest snapshot as the live weights, since no model is given. Tensors have
+        their own dtypes unless `dtype` is given, and are on the device of the snapshots unless
+        `device` is given. They are new tensors that you may change. Tensors that are sharded in the
+        model (FSDP2, tensor parallel) are DTensors here, too: nothing is gathered.
         """
         check_float(dtype)
         n = self._window_size(k)
@@ -320,8 +340,9 @@ class LatestWeightAverager:
 
         Values are copied into the model's own tensors, so optimizers, compiled graphs and CUDA
         graphs stay valid. Buffers are restored as well, so BatchNorm statistics may be re-estimated
-        inside the block. It takes memory for one copy of the weights on their device; with a store
-        on the host or on disk this is the staging memory of `collect`.
+        inside the block. A blend takes this model's weights as the live ones. It takes memory for
+        one copy of the weights on their device; with a store on the host or on disk this is the
+        staging memory of `collect`.
         """
         n = self._window_size(k)
         live = live_tensors(model)
@@ -329,7 +350,8 @@ class LatestWeightAverager:
         used = swap_targets(live, {**window.averaged.signature(), **window.kept.signature()})
         # Names that were tied when they were collected, but are separate tensors in this model.
         untied = {a: name for a, name in window.ties.items() if a in live and name in used}
-        weights = self._rule(coefficients).weights(n)
+        rule = self._rule(coefficients)
+        weights = rule.live_weights(n) if isinstance(rule, Blend) else rule.weights(n)
 
         def write() -> None:
             window.mean_into(used, self._window_size(n), weights)  # may have been reset since
@@ -430,20 +452,6 @@ class LatestWeightAverager:
             raise
         self._take_counters(saved.counters)
 
-    def _next_label(self, step: int | None) -> int:
-        newest = self.snapshot_steps[-1] if self.snapshot_steps else None
-        if step is None:
-            own = self._num_steps or self._num_collected + 1
-            return own if newest is None else max(own, newest + 1)
-        label = whole_number("step", step)
-        if newest is not None and label <= newest:
-            raise ConfigError(
-                f"step={step} is not after step {newest}, the newest snapshot of the window. If "
-                "the run went back to an earlier checkpoint, load the averager state saved with "
-                "it, or call averager.reset()."
-            )
-        return label
-
     def _compare_ranks(self, model: nn.Module | Mapping[str, Tensor], call: str) -> None:
         """Once, before anything is collected: all ranks of a sharded model must do the same."""
         if not self._ranks_agreed:
@@ -455,20 +463,7 @@ class LatestWeightAverager:
 
     def _window_size(self, k: int | None) -> int:
         """How many snapshots to average; raises if there are too few."""
-        if k is not None:
-            k = whole_number("k", k, least=1, most=self.k)
-            if k > len(self):
-                raise NotReadyError(
-                    f"the mean of {k} snapshots was requested, but only {len(self)} snapshots were "
-                    "collected: collect more, or request fewer."
-                )
-            return k
-        if not self.ready:
-            hint = "call averager.collect(model) first."
-            if len(self):
-                hint = "check averager.ready, request average(k=...), or set min_snapshots=1."
-            raise NotReadyError(f"only {len(self)} of {self.k} snapshots were collected: {hint}")
-        return len(self)
+        return self._window.num_averaged(k, self.num_averaged, self._min_snapshots)
 
     def _counters(self) -> Counters:
         return {

@@ -11,6 +11,7 @@ To add a rule, decorate its class with `register_coefficients`. Parsing, names i
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal, Protocol, Self, TypeVar, get_args
 
 from torch_lawa.errors import ConfigError
@@ -18,11 +19,13 @@ from torch_lawa.errors import ConfigError
 __all__ = [
     "Annealing",
     "AnnealingCurve",
+    "Blend",
     "Coefficients",
     "Explicit",
     "Exponential",
     "Uniform",
     "Weights",
+    "blended",
     "coefficients_help",
     "name_coefficients",
     "parse_coefficients",
@@ -323,3 +326,68 @@ class Annealing:
 
 def _curve(curve: AnnealingCurve, t: float) -> float:
     return 1.0 - math.sqrt(t) if curve == "1-sqrt" else (1.0 + math.cos(math.pi * t)) / 2.0
+
+
+@register_coefficients("blend:B[,RULE]", "B times the mean by RULE, 1 - B times the newest")
+@dataclass(frozen=True)
+class Blend:
+    """The mean and the live weights: `(1 - blend) * live + blend * mean`.
+
+    `blend` is the weight of the mean; `rule` weights the snapshots in it. The live weights are the
+    model's own where it is there (`swapped_into`), and the newest snapshot or checkpoint elsewhere
+    (`average`, `save_pretrained`, `lawa average`).
+
+    >>> Blend(0.6).weights(4)
+    Weights(numerators=(3.0, 3.0, 3.0, 11.0), divisor=20.0)
+    >>> Blend(0.6).live_weights(4)
+    Weights(numerators=(3.0, 3.0, 3.0, 3.0, 8.0), divisor=20.0)
+    """
+
+    blend: float
+    rule: Coefficients = Uniform()
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.blend, float | int) and not isinstance(self.blend, bool)
+        if not number or not 0.0 < self.blend <= 1.0:
+            raise ConfigError(
+                f"blend={self.blend!r}: it is the weight of the mean, the rest is that of the live "
+                "weights, and must be in (0, 1], such as 0.6."
+            )
+        if isinstance(self.rule, Blend):
+            raise ConfigError(f"{self.rule} is a blend already: give one of the two.")
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        """`blend:0.6` or `blend:0.6,exponential:0.9`."""
+        number, _, rule = argument.partition(",")
+        return cls(float(number), parse_coefficients(rule) if rule else Uniform())
+
+    @property
+    def argument(self) -> str:
+        """The weight of the mean, and the rule unless it is uniform."""
+        rule = "" if self.rule == Uniform() else f",{name_coefficients(self.rule)}"
+        return f"{self.blend:g}{rule}"
+
+    def weights(self, n: int) -> Weights:
+        """With the newest snapshot as the live weights."""
+        *numerators, newest, live = self.live_weights(n).numerators
+        return Weights((*numerators, newest + live), self.live_weights(n).divisor)
+
+    def live_weights(self, n: int) -> Weights:
+        """One numerator more than there are snapshots: the last is that of the live weights."""
+        # In whole numbers as far as possible: then sums are exact, as in the uniform mean, and the
+        # result does not depend on whether the live weights are added by themselves.
+        share = Fraction(self.blend).limit_denominator(1_000_000)
+        mean, rest = float(share.numerator), float(share.denominator - share.numerator)
+        weights = self.rule.weights(n)
+        snapshots = (mean * w for w in weights.numerators)
+        return Weights((*snapshots, rest * weights.divisor), share.denominator * weights.divisor)
+
+
+def blended(rule: Coefficients, blend: float | None) -> Coefficients:
+    """The rule itself, or blended with the live weights if `blend` is given.
+
+    >>> name_coefficients(blended(Exponential(0.5), 0.6))
+    'blend:0.6,exponential:0.5'
+    """
+    return rule if blend is None else Blend(blend, rule)

@@ -184,7 +184,12 @@ def _averages(
 def _windows(
     averager: LatestWeightAverager, ks: Sequence[int | tuple[int, Coefficients]] | None
 ) -> Iterator[_Average]:
-    for entry in ks or (averager.k,):
+    if not ks:
+        rule = averager.coefficients
+        facts = {"weights": averager.kind, "k": averager.k, "coefficients": name_coefficients(rule)}
+        if averager.ready:
+            yield _Average(averager.swapped_into, facts)
+    for entry in ks or ():
         k, rule = entry if isinstance(entry, tuple) else (entry, averager.coefficients)
         if not 1 <= k <= averager.k:
             raise ConfigError(

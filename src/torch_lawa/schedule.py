@@ -26,7 +26,7 @@ import abc
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -35,11 +35,15 @@ from torch_lawa.errors import ConfigError, StateError
 __all__ = [
     "SCHEDULES",
     "Every",
+    "Horizon",
     "OnPlateau",
     "RegisteredSchedule",
     "Schedule",
+    "check_share",
     "check_start",
+    "choose_schedule",
     "name_schedule",
+    "num_within",
     "parse_schedule",
     "register_schedule",
     "resolve_start",
@@ -82,6 +86,14 @@ class Schedule(abc.ABC):
             return None
         trial = copy.deepcopy(self)
         return sum(trial.due(step) for step in steps)
+
+    def num_averaged(self, steps: Sequence[int]) -> int:
+        """How many of the newest snapshots an average takes, of those in the window.
+
+        `steps` are the steps of the snapshots, oldest first. An average takes all of them unless
+        the schedule limits what it spans.
+        """
+        return len(steps)
 
     def state_dict(self) -> dict[str, Any]:
         """The fields with `init=False`: plain numbers."""
@@ -238,6 +250,58 @@ class Every(Schedule):
         return super().expected(steps)
 
 
+@register_schedule("horizon", "K snapshots over the last SHARE of the steps done so far")
+@dataclass
+class Horizon(Schedule):
+    """Snapshots whose window always spans the last `share` of the training done so far.
+
+    `k` is the size of the window. The spacing grows with the run, so its length need not be known:
+    a snapshot is due when the step passes the next power of `r = (1 - share) ** (-1 / k)`, and k
+    powers make up the share. The powers are fixed, so rounding to whole steps does not add up.
+    While they are less than one step apart, every step is due and the share holds fewer than k
+    snapshots.
+
+    An average takes the snapshots of the last `floor(share * step)` steps before the newest one, at
+    least that one. The share is one of all steps; `start` only leaves out the first snapshots, so
+    the window is shorter than its share until step `start / (1 - share)`.
+
+    >>> schedule = Horizon(1 / 2, k=4)
+    >>> [step for step in range(1, 100) if schedule.due(step)]
+    [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 23, 27, 32, 39, 46, 54, 64, 77, 91]
+    >>> schedule.num_averaged([39, 46, 54, 64, 77, 91])
+    4
+    """
+
+    share: float = 0.25
+    k: int = 16
+    start: int | float = field(default=0, kw_only=True)
+    total: int | None = field(default=None, kw_only=True)
+    last: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        check_share("share", self.share)
+        if not _positive(self.k):
+            raise ConfigError(f"Horizon(k={self.k!r}): k must be an int of at least 1.")
+        self._first = resolve_start(self.start, self.total, f"Horizon({self.share})")
+        self._powers = -self.k / math.log1p(-self.share)  # of r, per factor of e
+
+    def due(self, step: int, loss: float | None = None) -> bool:
+        """Whether a power of r is after the last snapshot, and not after `step`."""
+        before = max(self.last, self._first)
+        if step <= before or (before and self._power(step) <= self._power(before)):
+            return False
+        self.last = step
+        return True
+
+    def num_averaged(self, steps: Sequence[int]) -> int:
+        """Those within the share; see `num_within`."""
+        return num_within(steps, self.share)
+
+    def _power(self, step: int) -> int:
+        """The exponent of the largest power of r that is not above the step."""
+        return math.floor(math.log(step) * self._powers + 1e-9)  # r ** k may be a whole number
+
+
 @register_schedule("plateau", "when the loss has not improved by MIN_DELTA for PATIENCE steps")
 @dataclass
 class OnPlateau(Schedule):
@@ -289,6 +353,45 @@ class OnPlateau(Schedule):
             return False
         self.num_waited = 0
         return True
+
+
+def choose_schedule(schedule: Schedule | None, horizon: float | None, k: int) -> Schedule | None:
+    """The schedule, or the one that `horizon` stands for; raises if both are given.
+
+    >>> choose_schedule(None, 0.25, 8)
+    Horizon(share=0.25, k=8, start=0, total=None, last=0)
+    """
+    if horizon is None:
+        return schedule
+    if schedule is not None:
+        raise ConfigError(
+            f"horizon={horizon} and schedule={schedule}: give one of them. For a horizon with a "
+            f"start, use schedule=Horizon({horizon}, k={k}, start=...)."
+        )
+    check_share("horizon", horizon)
+    return Horizon(horizon, k)
+
+
+def num_within(steps: Sequence[int], share: float) -> int:
+    """How many of these steps, oldest first, are within the last `share` of the newest one.
+
+    The last share of n steps is its last `floor(share * n)` steps, and at least the newest.
+
+    >>> num_within([700, 750, 800, 900, 1000], 0.25)
+    3
+    """
+    newest = steps[-1] if steps else 0
+    span = math.floor(share * newest * (1 + 1e-12))  # 0.29 * 100 is a little less than 29
+    return sum(newest - step < span for step in steps) or min(1, len(steps))
+
+
+def check_share(name: str, share: object) -> None:
+    """Refuse what is not a share of the run."""
+    if not isinstance(share, float) or not 0.0 < share < 1.0:
+        raise ConfigError(
+            f"{name}={share!r}: give the share of the steps done so far that the window spans, a "
+            "float between 0 and 1, such as 0.25."
+        )
 
 
 def check_start(start: object, where: str) -> None:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from torch_lawa.coefficients import Weights
-from torch_lawa.errors import LayoutError
+from torch_lawa.errors import ConfigError, LayoutError, NotReadyError
 from torch_lawa.selection import Selection, write_into
 from torch_lawa.shards import Sharding, fingerprint
 from torch_lawa.stores.base import Content, Counters, FlatLayout, Notes, Snapshot, Store
+from torch_lawa.validation import whole_number
 from torch_lawa.window_mean import MeanReader, Sliding, TensorMeans
 
 __all__ = ["Window"]
@@ -73,6 +74,46 @@ class Window:
         """Whether the shardings are known from a model; not yet after a state was loaded."""
         return self._bound is not None or bool(self.shardings)
 
+    @property
+    def steps(self) -> list[int]:
+        """The step labels of the snapshots, oldest first."""
+        return [snapshot.step for snapshot in self.snapshots]
+
+    def next_label(self, step: int | None, count: int) -> int:
+        """The label of the next snapshot: `step`, or `count` if none is given. Labels increase."""
+        newest = self.steps[-1] if self.snapshots else None
+        if step is None:
+            return count if newest is None else max(count, newest + 1)
+        label = whole_number("step", step)
+        if newest is not None and label <= newest:
+            raise ConfigError(
+                f"step={step} is not after step {newest}, the newest snapshot of the window. If "
+                "the run went back to an earlier checkpoint, load the averager state saved with "
+                "it, or call averager.reset()."
+            )
+        return label
+
+    def num_averaged(self, k: int | None, usual: int, needed: int) -> int:
+        """How many snapshots to average: `k`, or the `usual` number; raises if there are too few.
+
+        The usual number is too small if it is below `needed`.
+        """
+        held = len(self.snapshots)
+        if k is not None:
+            k = whole_number("k", k, least=1, most=self.k)
+            if k > held:
+                raise NotReadyError(
+                    f"the mean of {k} snapshots was requested, but only {held} snapshots were "
+                    "collected: collect more, or request fewer."
+                )
+            return k
+        if usual < needed:
+            hint = "call averager.collect(model) first."
+            if held:
+                hint = "check averager.ready, request average(k=...), or set min_snapshots=1."
+            raise NotReadyError(f"only {usual} of {self.k} snapshots were collected: {hint}")
+        return usual
+
     def put(self, snapshot: Snapshot, selection: Selection, counters: Counters) -> None:
         """Take one snapshot of a model."""
         self.store.check_owner(self)
@@ -108,7 +149,10 @@ class Window:
         self._bound = selection.version
 
     def mean_into(self, targets: Mapping[str, Tensor], n: int, weights: Weights) -> None:
-        """Write the mean of the `n` newest snapshots, and the kept tensors, into `targets`."""
+        """Write the mean of the `n` newest snapshots, and the kept tensors, into `targets`.
+
+        With n + 1 weights the present values of `targets` are averaged, too, as the last member.
+        """
         self.store.check_owner(self)
         self._mean.read_into(targets, self.averaged, n, weights)
         for name, value in self.kept.views(self.store.kept_flats()).items():

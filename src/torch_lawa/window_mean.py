@@ -5,6 +5,7 @@ Both ways give the same bits; which one is used depends on whether the whole ave
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from torch_lawa.coefficients import Uniform, Weights
 from torch_lawa.errors import NonFiniteWarning
-from torch_lawa.mean.blocks import mean_blocks, round_into
+from torch_lawa.mean.blocks import divide, mean_blocks, round_into
 from torch_lawa.mean.sliding_sum import SlidingSum
 from torch_lawa.selection import write_into
 from torch_lawa.stores.base import FlatEntry, FlatGroup, FlatLayout, Snapshot, Store, flat_view
@@ -48,13 +49,20 @@ class MeanReader:
     def read_into(
         self, targets: Mapping[str, Tensor], layout: FlatLayout, n: int, weights: Weights
     ) -> None:
-        """Write the mean of the `n` newest snapshots into `targets`."""
+        """Write the mean of the `n` newest snapshots into `targets`.
+
+        If there are n + 1 weights, the last is that of the values that `targets` have now.
+        """
         used = self._store.snapshots[-n:]
         ids = tuple(snapshot.index for snapshot in used)
-        slide = self._may_slide(ids, weights)
+        live = None
+        if len(weights.numerators) > n:  # the snapshots are only added up here
+            live = _LiveTerm(weights.numerators[n], weights.divisor)
+            weights = Weights(weights.numerators[:n], 1.0)
+        slide = live is None and self._may_slide(ids, weights)
         finite: list[Tensor] = []
         for i, group in enumerate(layout.groups):
-            writer = _BlockWriter(group, targets)
+            writer = _BlockWriter(group, targets, live)
             if slide and SlidingSum.supports(group.stored):
                 blocks = self._slid(i, ids)
             else:
@@ -199,10 +207,29 @@ class TensorMeans:
         return out
 
 
-class _BlockWriter:
-    """Rounds float64 blocks of one group into the tensors that they belong to."""
+@dataclass(frozen=True)
+class _LiveTerm:
+    """The last term of a sum, from the values that are about to be overwritten."""
 
-    def __init__(self, group: FlatGroup, targets: Mapping[str, Tensor]) -> None:
+    weight: float
+    divisor: float
+
+    def added(self, total: Tensor, live: Tensor) -> Tensor:
+        """The mean: `(total + weight * live) / divisor`, each operation rounded to float64."""
+        total.add_(live.to(total.device, torch.float64).mul(self.weight))
+        return divide(total, self.divisor, out=total)
+
+
+class _BlockWriter:
+    """Rounds float64 blocks of one group into the tensors that they belong to.
+
+    With a `live` term the blocks are sums, and the tensors' own values are added to them first.
+    """
+
+    def __init__(
+        self, group: FlatGroup, targets: Mapping[str, Tensor], live: _LiveTerm | None = None
+    ) -> None:
+        self._live = live
         self._pieces: list[tuple[int, int, Tensor]] = []  # begin and end in the group, target
         self._copied: list[tuple[Tensor, Tensor]] = []  # targets with another memory layout
         self.device = torch.device("cpu")
@@ -215,7 +242,10 @@ class _BlockWriter:
             flat = flat_view(target, entry)
             if flat is None:
                 flat = torch.empty(entry.numel, dtype=target.dtype, device=target.device)
-                self._copied.append((target, flat.as_strided(entry.shape, entry.stride)))
+                shaped = flat.as_strided(entry.shape, entry.stride)
+                self._copied.append((target, shaped))
+                if live is not None:
+                    shaped.copy_(target)
             begin = entry.offset * scale
             self._pieces.append((begin, begin + entry.numel * scale, _as_real(flat)))
         self._next = 0
@@ -228,6 +258,8 @@ class _BlockWriter:
             low, high = max(begin, start), min(end, stop)
             if low < high:
                 part, values = flat[low - begin : high - begin], mean[low - start : high - start]
+                if self._live is not None:
+                    values = self._live.added(values, part)
                 if part.device == values.device:
                     round_into(part, values)
                 else:

@@ -275,6 +275,48 @@ def test_a_sweep_plan(run: Path, lawa: Lawa) -> None:
     assert len(json.loads(said)["windows"]) == 4 + 3
 
 
+def test_a_share_of_the_run(run: Path, lawa: Lawa) -> None:
+    words = ["run", "--horizon", 0.5, "-o", "m.safetensors"]
+    code, said, _ = lawa("average", *words, "--at", 400, "--dry-run")
+    assert code == 0
+    assert "2 checkpoints (uniform), the last 0.5 of the steps up to step 400" in said
+    code, said, _ = lawa("average", *words, "--json")
+    assert code == 0
+    assert json.loads(said)["horizon"] == 0.5
+    assert torch.equal(load_file("m.safetensors")["w"], mean(run, [300, 400, 500]))
+    code, _, complained = lawa("average", *words, "--last", 2, "--overwrite")
+    assert code == 1
+    assert "--last 2 and --horizon 0.5" in complained
+
+
+def test_a_sweep_over_shares(run: Path, lawa: Lawa) -> None:
+    Path("measures.py").write_text("def f(state):\n    return {'x': state['w'].sum().item()}\n")
+    words = ["run", "--horizon", "0.5,0.9", "--k", 4, "--evaluator", "measures:f", "-o", "s"]
+    code, said, _ = lawa("sweep", *words, "--dry-run")
+    assert "k = 1, 4, horizon = 0.5, 0.9, ending at" in said
+    code, said, complained = lawa("sweep", *words)
+    assert code == 0, complained
+    assert "horizon = 0.9 (k = 4)" in said
+    rows = read_metrics(Path("metrics.jsonl"))
+    assert {(r["step"], r["horizon"], r["k"]) for r in rows if "horizon" in r} == {
+        (300, 0.5, 2), (400, 0.5, 2), (500, 0.5, 3),
+        (200, 0.9, 2), (300, 0.9, 3), (400, 0.9, 4), (500, 0.9, 5),
+    }  # fmt: skip
+    assert len(rows) == 5 + 2 + 7
+    made = load_file("s/step-500-horizon-0.5.safetensors")
+    assert torch.equal(made["w"], mean(run, [300, 400, 500]))
+    code, said, complained = lawa("sweep", *words)  # resumed: everything is known
+    assert (code, said) == (0, "")
+    for wrong, message in (
+        (["--horizon", "0.1"], "only one checkpoint"),
+        (["--horizon", "2"], "between 0 and 1"),
+        ([], "--k, --horizon, or both"),
+    ):
+        code, _, complained = lawa("sweep", "run", *wrong, "-o", "t")
+        assert code == (1 if wrong else 2), complained
+        assert message in complained
+
+
 def test_more_checkpoints_than_files_may_be_open_at_first(tmp_path: Path) -> None:
     for step in range(100):
         save_file({"w": torch.full((3,), float(step))}, tmp_path / f"step-{step}.safetensors")

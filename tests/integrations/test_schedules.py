@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from support.lightning import QUIET, Net, loader
 from support.lightning import trainer as lightning_trainer
 from support.transformers import Fails, averaging, history, tiny_model, trainer
 
-from torch_lawa import Every, OnPlateau
+from torch_lawa import Every, LatestWeightAverager, OnPlateau
 from torch_lawa.errors import ConfigError
 from torch_lawa.integrations.lightning import LatestWeightAveraging
 from torch_lawa.schedule import SCHEDULES, Schedule, parse_schedule, register_schedule
@@ -70,6 +71,28 @@ def test_a_registered_schedule_in_lightning(tmp_path: Path) -> None:
     assert options["schedule"].state_dict() == {"last": 0}  # the user's object is not shared
 
 
+def test_a_horizon_in_lightning_and_transformers(tmp_path: Path) -> None:
+    """The window of both is that of a plain loop, from the first snapshot on, also resumed."""
+    plain = LatestWeightAverager(k=4, horizon=0.5)
+    for _ in range(18):
+        plain.step({"w": torch.zeros(1)})
+    whole, rest = (LatestWeightAveraging(k=4, horizon=0.5) for _ in range(2))
+    fit(tmp_path, whole)
+    with pytest.raises(ConnectionError):
+        saves = ModelCheckpoint(tmp_path / "run", save_last=True)
+        fit(tmp_path, LatestWeightAveraging(k=4, horizon=0.5), saves, Crash())
+    fit(tmp_path, rest, ckpt=tmp_path / "run" / "last.ckpt")
+    callback = averaging(k=4, horizon=0.5)
+    ran = trainer(tmp_path / "transformers", callback, max_steps=18, save_strategy="no")
+    ran.train()
+    assert plain.snapshot_steps == [10, 12, 14, 16]
+    for found in (whole.averager, rest.averager, callback.averager):
+        assert found.snapshot_steps == plain.snapshot_steps
+        assert found.schedule == plain.schedule
+        assert found.ready
+    assert min(history(ran, "eval_averaged_loss")) == 2  # the first evaluation
+
+
 def test_a_new_run_begins_the_schedule_again(tmp_path: Path) -> None:
     averaging = LatestWeightAveraging(k=3, schedule=parse_schedule("growing:2"))
     fit(tmp_path, averaging)
@@ -85,10 +108,13 @@ def test_a_new_run_begins_the_schedule_again(tmp_path: Path) -> None:
         ({"schedule": Every(4, start=2)}, [6, 10, 14, 18]),
         ({"schedule": Every(4), "update_starting_at_step": 9}, [12, 16]),
         ({"schedule": Every(2), "interval": "epoch"}, [6, 12, 18]),
+        ({"horizon": 0.75, "k": 3}, [7, 11, 16]),
+        ({"horizon": 0.75, "k": 3, "interval": "epoch"}, [6, 9, 12]),
+        ({"horizon": 0.75, "k": 3, "update_starting_at_step": 13}, [14, 16]),
     ],
 )
 def test_units_in_lightning(tmp_path: Path, options: dict[str, Any], expected: list[int]) -> None:
-    averaging = LatestWeightAveraging(k=9, min_snapshots=1, **options)
+    averaging = LatestWeightAveraging(**{"k": 9, "min_snapshots": 1, **options})
     fit(tmp_path, averaging)
     assert averaging.averager.snapshot_steps == expected
 
@@ -146,13 +172,15 @@ def test_a_registered_schedule_in_transformers(tmp_path: Path) -> None:
         ({"schedule": Every(4, start=2)}, [6, 10]),
         ({"schedule": Every(4), "start": 0.5}, [8, 12]),
         ({"schedule": Every(4), "collect_strategy": "save"}, [4, 8, 12]),
+        ({"horizon": 0.75, "k": 3}, [4, 7, 11]),
+        ({"horizon": 0.75, "k": 3, "collect_strategy": "save"}, [4, 8, 12]),
         ({"schedule": Every(3), "collect_strategy": "save"}, [6, 12]),  # of saves at 2, 4, ...
     ],
 )
 def test_units_in_transformers(
     tmp_path: Path, options: dict[str, Any], expected: list[int]
 ) -> None:
-    callback = averaging(k=9, min_snapshots=1, **options)
+    callback = averaging(**{"k": 9, "min_snapshots": 1, **options})
     trainer(tmp_path, callback, eval_strategy="no").train()
     assert callback.averager.snapshot_steps == expected
 
@@ -185,6 +213,11 @@ def test_a_plateau_in_transformers(tmp_path: Path, metrics: Any) -> None:
 def test_contradictions_are_refused() -> None:
     with pytest.raises(ConfigError, match="collect_every=3"):
         averaging(schedule=Every(2), collect_every=3)
+    with pytest.raises(ConfigError, match="collect_every=3"):
+        averaging(horizon=0.5, collect_every=3)
+    for callback in (averaging, LatestWeightAveraging):
+        with pytest.raises(ConfigError, match="give one of them"):
+            callback(horizon=0.5, schedule=Every(2))
     with pytest.raises(ConfigError, match="schedule"):
         averaging(schedule=Every)
 

@@ -27,6 +27,7 @@ _EXAMPLES = """
 Examples:
   lawa average runs/gpt --last 6 -o averaged             the last six
   lawa average runs/gpt --at 9000 --last 6 -o averaged   the six up to step 9000
+  lawa average runs/gpt --horizon 0.25 -o averaged       the last quarter of the run
   lawa average a.pt b.pt --weights 1,3 -o mean.pt        b counts three times
   lawa average 's3://bucket/run/step-*' -o averaged      patterns and URLs
   lawa average runs/gpt --last 8 --coefficients annealing:1-sqrt -o averaged
@@ -41,6 +42,12 @@ Several processes, also on machines that share a disk, can write one result:
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
 @click.option("-o", "--output", required=True, metavar="OUT", help="File, folder or URL to write.")
 @click.option("--last", type=int, metavar="K", help="Average the last K checkpoints of a run.")
+@click.option(
+    "--horizon",
+    type=float,
+    metavar="SHARE",
+    help="Average all checkpoints within the last SHARE of the steps, e.g. 0.25.",
+)
 @click.option("--at", type=int, metavar="STEP", help="End the window at this step (or epoch).")
 @selection_options
 @click.option("--weights", metavar="W,W,...", help="One weight for each INPUT, in their order.")
@@ -54,6 +61,7 @@ def command(
     inputs: tuple[str, ...],
     output: str,
     last: int | None,
+    horizon: float | None,
     at: int | None,
     start: int | None,
     stop: int | None,
@@ -83,6 +91,7 @@ def command(
             inputs,
             output,
             last=last,
+            horizon=horizon,
             at=at,
             start=start,
             stop=stop,

@@ -60,6 +60,12 @@ _AVERAGE: dict[str, Decorator] = {
         metavar="RULE",
         help=f"Weights of the checkpoints: {coefficients_help()}.",
     ),
+    "blend": click.option(
+        "--blend",
+        type=float,
+        metavar="B",
+        help="Blend B times the mean with 1 - B times the newest checkpoint, e.g. 0.6.",
+    ),
     "dtype": click.option(
         "--dtype", metavar="DTYPE", help="Write floating-point tensors as DTYPE, e.g. bfloat16."
     ),

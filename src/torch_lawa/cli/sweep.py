@@ -30,6 +30,7 @@ _EXAMPLES = """
 Examples:
   lawa sweep runs/gpt --k 2,4,6,10,16 --evaluator mymodel.eval:evaluate
   lawa sweep runs/gpt --k 4,8 --at 8000,9000 -o averages
+  lawa sweep runs/gpt --horizon 0.1,0.25,0.5 --evaluator mymodel.eval:evaluate
 
 An evaluator is a function that takes a state dict and returns named values:
 
@@ -47,8 +48,11 @@ For a run of `lawa train --save-trajectory`, RUN itself can be the evaluator:
 
 @click.command(epilog=_EXAMPLES)
 @click.argument("inputs", nargs=-1, required=True, metavar="RUN...")
+@click.option("--k", "ks", metavar="K,K,...", help="Numbers of checkpoints to average.")
 @click.option(
-    "--k", "ks", required=True, metavar="K,K,...", help="Numbers of checkpoints to average."
+    "--horizon",
+    metavar="SHARE,...",
+    help="Average all checkpoints within these last shares of the steps, e.g. 0.1,0.25.",
 )
 @click.option(
     "--at",
@@ -87,7 +91,8 @@ For a run of `lawa train --save-trajectory`, RUN itself can be the evaluator:
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON per row.")
 def command(
     inputs: tuple[str, ...],
-    ks: str,
+    ks: str | None,
+    horizon: str | None,
     at: str | None,
     start: int | None,
     stop: int | None,
@@ -113,12 +118,15 @@ def command(
     from torch_lawa.offline.sweep import plan_sweep, run_sweep
 
     require_one_process("a sweep")
-    lengths = parse_numbers(ks, int, "--k")
+    if ks is None and horizon is None:
+        raise click.UsageError("Give --k, --horizon, or both.")
+    lengths = [] if ks is None else parse_numbers(ks, int, "--k")
     if evaluator and raw and 1 not in lengths:
         lengths.append(1)
     plan = plan_sweep(
         inputs,
         lengths,
+        horizons=() if horizon is None else parse_numbers(horizon, float, "--horizon"),
         at=None if at is None else parse_numbers(at, int, "--at"),
         start=start,
         stop=stop,
@@ -178,7 +186,10 @@ def _load(name: str) -> Callable[[Any], Mapping[str, Any]]:
 def _print(row: Row) -> None:
     where = f"step {row['step']}" if "step" in row else f"epoch {row['epoch']}"
     who = "raw" if row["k"] is None else f"k = {row['k']}"
-    known = {"step", "epoch", "coefficients", "weights", "k", "batch_norm", "evaluate_seconds"}
+    if "horizon" in row:
+        who = f"horizon = {row['horizon']:.6g} ({who})"
+    known = {"step", "epoch", "coefficients", "weights", "k", "horizon", "batch_norm"}
+    known.add("evaluate_seconds")
     values = (
         f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in row.items()

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.batch_norm import recalibrate_batch_norm
+from torch_lawa.coefficients import Blend
 from torch_lawa.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,7 +51,12 @@ class BatchNormCache:
         )
 
     def holds(self, averager: LatestWeightAverager) -> bool:
-        """Whether the statistics for the averager's present window are known."""
+        """Whether the statistics for the averager's present window are known.
+
+        A blend also changes with the live weights, so its statistics are estimated each time.
+        """
+        if isinstance(averager.coefficients, Blend):
+            return False
         return bool(self._values) and self._steps == averager.snapshot_steps
 
     def put_into(

@@ -43,7 +43,7 @@ def to_averaged_model(
     # ties and hooks, too, and a model that does not match the window raises.
     with averager.swapped_into(model, k):
         averaged = AveragedModel(unwrap(model))
-    averaged.n_averaged.fill_(k if k is not None else len(averager))
+    averaged.n_averaged.fill_(k if k is not None else averager.num_averaged)
     return averaged
 
 

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from torch_lawa.checkpoints.formats.base import CheckpointLayout
 from torch_lawa.checkpoints.formats.registry import output_layouts
-from torch_lawa.coefficients import Coefficients, parse_coefficients
+from torch_lawa.coefficients import Coefficients, blended, parse_coefficients
 from torch_lawa.errors import ConfigError
 from torch_lawa.mean.dtypes import parse_dtype
 from torch_lawa.validation import one_of
@@ -22,6 +22,7 @@ class AverageOptions:
     """Options of `average_checkpoints`, `sweep_checkpoints` and `watch_run`, checked when made.
 
     - `coefficients`: how much each checkpoint counts, as a rule or as on the command line.
+    - `blend`: weight of the mean; the rest, `1 - blend`, goes to the newest checkpoint.
     - `key`: the entry of a PyTorch file that holds the weights; found by itself in most files.
     - `dtype`: write floating-point tensors as this dtype, such as `"bfloat16"`.
     - `include`, `exclude`: shell-style patterns of tensor names to write or to leave out.
@@ -34,6 +35,7 @@ class AverageOptions:
     """
 
     coefficients: Coefficients | str = "uniform"
+    blend: float | None = None
     key: str | None = None
     dtype: str | None = None
     include: Sequence[str] | str = ()
@@ -49,17 +51,22 @@ class AverageOptions:
         if self.max_shard_size is not None and self.max_shard_size < 1:
             raise ConfigError(f"max_shard_size={self.max_shard_size}: give at least 1 byte.")
         changes = {
-            "coefficients": self.rule,
+            "coefficients": self._coefficients,
             "dtype": self.dtype if self.dtype is None else parse_dtype(self.dtype),
             "include": _patterns(self.include),
             "exclude": _patterns(self.exclude),
         }
         for name, value in changes.items():
             object.__setattr__(self, name, value)
+        _ = self.rule  # raises if the blend is not valid
 
     @property
     def rule(self) -> Coefficients:
-        """The coefficients as a rule."""
+        """How much each checkpoint counts: the coefficients, blended if `blend` is given."""
+        return blended(self._coefficients, self.blend)
+
+    @property
+    def _coefficients(self) -> Coefficients:
         if isinstance(self.coefficients, str):
             return parse_coefficients(self.coefficients)
         return self.coefficients

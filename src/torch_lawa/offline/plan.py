@@ -50,6 +50,7 @@ class AveragePlan:
     notes: tuple[str, ...]
     metadata: dict[str, str]
     key: str | None = None
+    horizon: float | None = None
 
     @property
     def bytes_read(self) -> int:
@@ -63,7 +64,13 @@ class AveragePlan:
         return self.output.num_bytes
 
     def __str__(self) -> str:
-        lines = [f"Average of {len(self.inputs)} checkpoints ({self.coefficients}), oldest first:"]
+        span = ""
+        if self.horizon is not None:
+            unit = "epochs" if self.inputs[-1].step is None else "steps"
+            newest = self.inputs[-1].label
+            span = f", the last {self.horizon:.6g} of the {unit} up to {newest}"
+        num = f"{len(self.inputs)} checkpoint{'s'[: len(self.inputs) != 1]}"
+        lines = [f"Average of {num} ({self.coefficients}){span}, oldest first:"]
         labels = max(len(i.label) for i in self.inputs)
         for i in self.inputs:
             size = format_bytes(i.num_bytes)
@@ -98,6 +105,7 @@ class AveragePlan:
                 for i in self.inputs
             ],
             "coefficients": self.coefficients,
+            "horizon": self.horizon,
             "num_averaged": sum(t.rule == "average" for t in self.tensors),
             "num_from_newest": sum(t.rule == "newest" for t in self.tensors),
             "tied": self.aliases,
@@ -118,6 +126,7 @@ def plan_average(
     output: Input,
     *,
     last: int | None = None,
+    horizon: float | None = None,
     at: int | None = None,
     start: int | None = None,
     stop: int | None = None,
@@ -128,8 +137,9 @@ def plan_average(
 ) -> AveragePlan:
     """Plan the average of checkpoints: files, folders, patterns, URLs, or the folder of a run.
 
-    Choose among the checkpoints of a run by step (or epoch): the `last` k, ending `at` a step, from
-    `start` to `stop`, only multiples of `every`. `weights` has one number for each of several
+    Choose among the checkpoints of a run by step (or epoch): the `last` k, or all within the last
+    share `horizon` of the steps, such as 0.25; ending `at` a step, from `start` to `stop`, only
+    multiples of `every`. `weights` has one number for each of several
     explicit inputs, in their order. Nothing is written; whatever can be checked beforehand is
     checked here. `run_average` runs the plan.
 
@@ -145,7 +155,8 @@ def plan_average(
     """
     many = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
     found = find_checkpoints(many, key=options.key)
-    selection = {"last": last, "at": at, "start": start, "stop": stop, "every": every}
+    selection: dict[str, Any] = {"last": last, "horizon": horizon, "at": at}
+    selection |= {"start": start, "stop": stop, "every": every}
     if found.is_run and all(value is None for value in selection.values()):
         num = len(found.found)
         raise ConfigError(
@@ -154,9 +165,10 @@ def plan_average(
         )
     if weights is not None:
         options = replace(options, coefficients=_explicit(found, many, weights, options))
-    chosen = select(found, last=last, at=at, start=start, stop=stop, every=every)
+    chosen = select(found, **selection)
     location = parse_location(output)
-    return plan_found(chosen.found, location, options, notes=chosen.notes, overwrite=overwrite)
+    plan = plan_found(chosen.found, location, options, notes=chosen.notes, overwrite=overwrite)
+    return replace(plan, horizon=horizon)
 
 
 def plan_found(
@@ -208,7 +220,7 @@ def _explicit(
     found: Discovery, inputs: Sequence[Input], weights: Sequence[float], options: AverageOptions
 ) -> Explicit:
     """The weights, put into the order of the checkpoints, which may be sorted by step."""
-    if options.rule != Uniform():
+    if options.coefficients != Uniform():
         raise ConfigError("--weights and --coefficients exclude each other. Give one of them.")
     if len(weights) != len(inputs) or len(found.found) != len(inputs):
         raise ConfigError(

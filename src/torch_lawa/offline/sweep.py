@@ -39,6 +39,7 @@ from torch_lawa.offline.matching import PlannedTensor, match_tensors
 from torch_lawa.offline.options import DEFAULTS, AverageOptions, check_threads
 from torch_lawa.offline.output_files import writing
 from torch_lawa.offline.plan import Input, plan_found, plan_opened
+from torch_lawa.schedule import check_share, num_within
 from torch_lawa.units import format_bytes
 
 if TYPE_CHECKING:
@@ -62,12 +63,16 @@ _OPEN_FILES = 256  # a system may allow a process no more than a thousand
 
 @dataclass(frozen=True)
 class SweepWindow:
-    """k consecutive checkpoints of the run; k = 1 is a single checkpoint."""
+    """k consecutive checkpoints of the run; k = 1 is a single checkpoint.
+
+    With a `horizon` they are all within that last share of the steps up to the newest.
+    """
 
     k: int
     end: int  # index of the newest among all checkpoints of the sweep
     step: int | None  # of the newest
     epoch: int | None
+    horizon: float | None = None
 
     @property
     def positions(self) -> range:
@@ -78,6 +83,8 @@ class SweepWindow:
     def name(self) -> str:
         """The stem of its file name, unique in a sweep."""
         number = f"step-{self.step}" if self.step is not None else f"epoch-{self.epoch}"
+        if self.horizon is not None:
+            return f"{number}-horizon-{self.horizon!r}"
         return f"{number}-k-{self.k}"
 
 
@@ -102,13 +109,17 @@ class SweepPlan:
         return sum(spec.nbytes for spec in self.tensors.values())
 
     def __str__(self) -> str:
-        ks = sorted({w.k for w in self.windows})
+        ks = ", ".join(map(str, sorted({w.k for w in self.windows if w.horizon is None})))
+        shares = ", ".join(
+            f"{h:.6g}" for h in sorted({w.horizon for w in self.windows if w.horizon})
+        )
+        what = [f"k = {ks}"] * bool(ks) + [f"horizon = {shares}"] * bool(shares)
         ends = sorted({w.end for w in self.windows})
         first, newest = self.found[ends[0]].label, self.found[ends[-1]].label
         where = newest if len(ends) == 1 else f"{len(ends)} of them ({first} to {newest})"
         lines = [
             f"Sweep of {len(self.found)} checkpoints ({self.coefficients}): "
-            f"k = {', '.join(map(str, ks))}, ending at {where}.",
+            f"{', '.join(what)}, ending at {where}.",
             f"Results: {len(self.windows)} of {format_bytes(self.result_bytes)} each.",
         ]
         return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
@@ -119,7 +130,10 @@ class SweepPlan:
             "checkpoints": [
                 {"path": str(f.location), "step": f.step, "epoch": f.epoch} for f in self.found
             ],
-            "windows": [{"k": w.k, "step": w.step, "epoch": w.epoch} for w in self.windows],
+            "windows": [
+                {"k": w.k, "horizon": w.horizon, "step": w.step, "epoch": w.epoch}
+                for w in self.windows
+            ],
             "coefficients": self.coefficients,
             "result_bytes": self.result_bytes,
             "notes": list(self.notes),
@@ -128,8 +142,9 @@ class SweepPlan:
 
 def plan_sweep(
     inputs: Input | Sequence[Input],
-    ks: Sequence[int],
+    ks: Sequence[int] = (),
     *,
+    horizons: Sequence[float] = (),
     at: Sequence[int] | None = None,
     start: int | None = None,
     stop: int | None = None,
@@ -138,15 +153,18 @@ def plan_sweep(
 ) -> SweepPlan:
     """Plan windows of each length in `ks` that end at the steps `at` (default: every checkpoint).
 
-    A window is planned where all of its k checkpoints exist. Results are single safetensors files
-    with the BatchNorm statistics of their newest checkpoint, so `layout`, `max_shard_size` and
-    `buffers` of the options do not apply.
+    A window is planned where all of its k checkpoints exist. Each share of the steps in `horizons`
+    gives windows, too, of all checkpoints within it, where these are at least two. Results are
+    single safetensors files with the BatchNorm statistics of their newest checkpoint, so `layout`,
+    `max_shard_size` and `buffers` of the options do not apply.
     """
-    if not ks or min(ks) < 1 or len(set(ks)) != len(ks):
+    if min(ks, default=bool(horizons)) < 1 or len(set(ks)) != len(ks):
         raise ConfigError(
             f"--k {','.join(map(str, ks))}: give distinct whole numbers of at least 1, such as "
             "2,4,6."
         )
+    for share in horizons:
+        check_share("horizon", share)
     for name in ("layout", "max_shard_size", "buffers"):
         if getattr(options, name) != getattr(DEFAULTS, name):
             raise ConfigError(f"{name}={getattr(options, name)!r}: not supported by a sweep.")
@@ -166,13 +184,22 @@ def plan_sweep(
         )
     by_step = chosen.ordered_by == "step"
     windows = tuple(
-        SweepWindow(k, end, f.step if by_step else None, f.epoch)
+        SweepWindow(k, end, f.step if by_step else None, f.epoch, share)
         for end, f in enumerate(found)
         if at is None or numbers[end] in at
-        for k in sorted(ks)
-        if k <= end + 1
+        for k, share in (
+            *((k, None) for k in sorted(ks) if k <= end + 1),
+            *((num_within(numbers[: end + 1], h), h) for h in sorted(set(horizons))),
+        )
+        if share is None or k > 1
     )
-    too_long = [k for k in ks if not any(w.k == k for w in windows)]
+    for share in horizons:
+        if not any(w.horizon == share for w in windows):
+            raise ConfigError(
+                f"--horizon {share:g}: there is only one checkpoint within this share of the steps "
+                f"({few(f.label for f in found)}). Use a larger share, or --k."
+            )
+    too_long = [k for k in ks if not any(w.k == k and w.horizon is None for w in windows)]
     if too_long:
         most = len(found) if at is None else 1 + max(numbers.index(step) for step in at)
         raise ConfigError(
@@ -187,8 +214,9 @@ def plan_sweep(
 
 def sweep_checkpoints(
     inputs: Input | Sequence[Input],
-    ks: Sequence[int],
+    ks: Sequence[int] = (),
     *,
+    horizons: Sequence[float] = (),
     evaluator: Evaluator | None = None,
     metrics: Path | None = None,
     output: Input | None = None,
@@ -210,7 +238,8 @@ def sweep_checkpoints(
     >>> [(row["step"], row["k"], row["w"]) for row in rows]
     [(200, 2, 150.0), (300, 2, 250.0), (300, 3, 200.0)]
     """
-    plan = plan_sweep(inputs, ks, at=at, start=start, stop=stop, every=every, options=options)
+    chosen: dict[str, Any] = {"horizons": horizons, "at": at, "start": start, "stop": stop}
+    plan = plan_sweep(inputs, ks, **chosen, every=every, options=options)
     return run_sweep(plan, evaluator=evaluator, metrics=metrics, output=output, threads=threads)
 
 
@@ -279,11 +308,11 @@ def _without_known(plan: SweepPlan, metrics: Path | None) -> list[SweepWindow]:
     known = set()
     for row in read_metrics(metrics):
         rule = None if row.get("k") is None else row.get("coefficients")  # raw rows have no rule
-        known.add((row.get("step"), row.get("epoch"), row.get("k"), rule))
+        known.add((row.get("step"), row.get("epoch"), row.get("k"), row.get("horizon"), rule))
     return [
         w
         for w in plan.windows
-        if (w.step, w.epoch, _k(w), None if w.k == 1 else plan.coefficients) not in known
+        if (w.step, w.epoch, _k(w), w.horizon, None if w.k == 1 else plan.coefficients) not in known
     ]
 
 
@@ -445,6 +474,7 @@ def _evaluate(
         **{name: number for name, number in moment.items() if number is not None},
         "weights": "raw" if window.k == 1 else "averaged",
         "k": _k(window),
+        **({} if window.horizon is None else {"horizon": window.horizon}),
         "batch_norm": None,
         **{name: _plain(name, value) for name, value in values.items()},
         "evaluate_seconds": seconds,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torch_lawa import Annealing, Explicit, Exponential, Uniform
+from torch_lawa import Annealing, Blend, Explicit, Exponential, Uniform
 from torch_lawa.coefficients import (
     Coefficients,
     name_coefficients,
@@ -51,6 +51,9 @@ def test_torch_calls_one_minus_alpha_the_decay() -> None:
         (lambda: Explicit([1, 0]), "the last weight"),
         (lambda: Explicit([1, 2]).weights(3), "2 weights.* 3 snapshots"),
         (lambda: Explicit([1, -1]).weights(2), "sum to 0"),
+        (lambda: Blend(0.0), r"blend=0.0.*in \(0, 1\]"),
+        (lambda: Blend(1.2), r"blend=1.2.*in \(0, 1\]"),
+        (lambda: Blend(0.5, Blend(0.5)), "a blend already"),
     ],
 )
 def test_impossible_coefficients(make, message) -> None:  # type: ignore[no-untyped-def]
@@ -58,7 +61,17 @@ def test_impossible_coefficients(make, message) -> None:  # type: ignore[no-unty
         make()
 
 
-@pytest.mark.parametrize("rule", [Uniform(), Exponential(0.25), Explicit([1, 2.5]), Annealing()])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Uniform(),
+        Exponential(0.25),
+        Explicit([1, 2.5]),
+        Annealing(),
+        Blend(0.6),
+        Blend(0.25, Explicit([1, 2.5])),
+    ],
+)
 def test_a_name_parses_back_to_its_rule(rule: Coefficients) -> None:
     assert parse_coefficients(name_coefficients(rule)) == rule
 
@@ -71,6 +84,8 @@ def test_a_name_parses_back_to_its_rule(rule: Coefficients) -> None:
         ("exponential:high", r"'high' is not a valid argument; use exponential:ALPHA"),
         ("explicit", "explicit:W"),
         ("annealing:sqrt", "1-sqrt"),
+        ("blend", "blend:B"),
+        ("blend:0.5,mean", "'mean'"),
     ],
 )
 def test_text_that_names_no_rule(text: str, message: str) -> None:

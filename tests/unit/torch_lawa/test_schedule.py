@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_lawa import Every, LatestWeightAverager, OnPlateau
+from torch_lawa import Every, Horizon, LatestWeightAverager, OnPlateau
 from torch_lawa.errors import ConfigError, StateError
 from torch_lawa.schedule import (
     SCHEDULES,
@@ -52,6 +52,16 @@ def test_start_as_a_fraction_of_the_run() -> None:
     assert [step for step in range(1, 9) if schedule.due(step)] == [3, 4, 5, 6, 7, 8]
     plateau = OnPlateau(start=0.5, total=6)
     assert [plateau.due(step, 1.0) for step in range(1, 7)] == [False] * 3 + [True] * 3
+
+
+def test_a_horizon_begins_after_its_start_and_counts_from_the_first_step() -> None:
+    schedule = Horizon(0.5, k=2, start=10)
+    assert [step for step in range(1, 70) if schedule.due(step)] == [12, 16, 23, 32, 46, 64]
+    averager = LatestWeightAverager(k=2, schedule=Horizon(0.5, k=2, start=10))
+    assert averager.min_snapshots == 1
+    assert sum(averager.step({"w": torch.zeros(1)}) for _ in range(12)) == 1
+    assert averager.ready
+    assert LatestWeightAverager(k=4, horizon=0.5, min_snapshots=3).min_snapshots == 3
 
 
 def due_with(schedule: Schedule, losses: list[float]) -> list[bool]:
@@ -99,6 +109,13 @@ def test_a_saved_schedule_continues(losses: list[float], cut: int) -> None:
         (lambda: OnPlateau(patience=1.5), "an int of at least 1"),
         (lambda: OnPlateau(min_delta=-1), "negative"),
         (lambda: OnPlateau(start=9, total=3), "not before the end"),
+        (lambda: Horizon(0.0), "between 0 and 1"),
+        (lambda: Horizon(1), "between 0 and 1"),
+        (lambda: Horizon(0.25, 0), "at least 1"),
+        (lambda: Horizon(0.25, start=0.1), "length of the run"),
+        (lambda: LatestWeightAverager(k=4, horizon=25), "horizon=25"),
+        (lambda: LatestWeightAverager(k=4, horizon=0.5, schedule=Every(2)), "give one of them"),
+        (lambda: LatestWeightAverager(k=4, schedule=Horizon(0.5, k=8)), "the same k"),
     ],
 )
 def test_impossible_schedules(make, message) -> None:  # type: ignore[no-untyped-def]
@@ -123,6 +140,9 @@ def test_state_of_another_schedule() -> None:
         ("every:10", Every(10)),
         ("every:10,start=100", Every(10, start=100)),
         ("every:2,start=0.5,total=10", Every(2, start=0.5, total=10)),
+        ("horizon", Horizon(0.25, k=16)),
+        ("horizon:0.1,k=8", Horizon(0.1, k=8)),
+        ("horizon:k=8,start=0.1,total=50", Horizon(k=8, start=0.1, total=50)),
         ("plateau", OnPlateau()),
         ("plateau:3,min_delta=0.01", OnPlateau(3, 0.01)),
         ("plateau:min_delta=0.5,start=7", OnPlateau(min_delta=0.5, start=7)),

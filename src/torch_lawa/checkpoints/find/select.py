@@ -17,6 +17,7 @@ from torch_lawa.checkpoints.formats.base import TrainingProgress
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import ConfigError, FormatError, LawaError
+from torch_lawa.schedule import check_share, num_within
 
 __all__ = ["Discovery", "FoundCheckpoint", "find_checkpoints", "select"]
 
@@ -197,6 +198,7 @@ def select(
     discovery: Discovery,
     *,
     last: int | None = None,
+    horizon: float | None = None,
     at: int | None = None,
     start: int | None = None,
     stop: int | None = None,
@@ -205,19 +207,26 @@ def select(
     """Select checkpoints by the number (step or epoch) that they are ordered by.
 
     First those from `start` to `stop`, both included, whose number is a multiple of `every`; of
-    these the ones up to `at`, which must exist; of these the `last` newest.
+    these the ones up to `at`, which must exist; of these the `last` newest, or those within the
+    last share `horizon` of the steps up to the newest (see `num_within`).
 
     >>> from torch_lawa.checkpoints.storage.paths import LocalPath
     >>> run = [FoundCheckpoint(LocalPath(f"step-{n}.pt"), n, None) for n in range(500, 5001, 500)]
     >>> discovery = Discovery(tuple(run), "step", is_run=True)
     >>> select(discovery, last=3, at=4000, every=1000).numbers
     [2000, 3000, 4000]
+    >>> select(discovery, horizon=0.25, at=4000).numbers
+    [3500, 4000]
     """
     _check_values({"last": last, "at": at, "from": start, "to": stop, "every": every})
     if start is not None and stop is not None and start > stop:
         raise ConfigError(f"--from {start} --to {stop}: --from must not be greater than --to.")
+    if horizon is not None:
+        check_share("horizon", horizon)
+        if last is not None:
+            raise ConfigError(f"--last {last} and --horizon {horizon:g}: give one of them.")
     found = discovery.found
-    if not (at is start is stop is every is None):
+    if not (horizon is at is start is stop is every is None):
         found = _select_numbers(discovery, at, start, stop, every or 1)
     if last is not None and last > len(found):
         count = f"{len(found)} checkpoints were" if len(found) > 1 else "one checkpoint was"
@@ -225,7 +234,11 @@ def select(
             f"--last {last}, but only {count} found ({few(each.label for each in found)}). Use "
             f"--last {len(found)} or fewer."
         )
+    if horizon is not None:
+        last = num_within(replace(discovery, found=found).numbers, horizon)
     chosen = replace(discovery, found=found[-(last or 0) :])
+    if horizon is not None:
+        return chosen  # whatever their spacing
     return replace(chosen, notes=(*discovery.notes, *_describe_gaps(chosen)))
 
 

@@ -23,7 +23,7 @@ from torch_lawa.integrations.lightning.checkpoints import attach_windows
 from torch_lawa.integrations.lightning.side_by_side import evaluate_twice
 from torch_lawa.integrations.lightning.strategies import check_strategy, trained_model
 from torch_lawa.ranks.agreement import check_same_decision
-from torch_lawa.schedule import Schedule
+from torch_lawa.schedule import Schedule, choose_schedule
 from torch_lawa.stores.base import Store
 
 __all__ = ["LatestWeightAveraging"]
@@ -54,7 +54,9 @@ class LatestWeightAveraging(Callback):
         schedule: Any schedule, such as `Every(10)` or `OnPlateau()`, instead of
             `update_every_n_steps` and `update_every_n_epochs`. One that needs a loss is asked
             after each validation of `fit`.
-        interval: What `schedule` counts: optimizer "step"s or complete "epoch"s.
+        horizon: Instead of a schedule: the share of the steps (or epochs) so far, such as 1/4, that
+            the window spans with its `k` snapshots. The average is then used from the first one on.
+        interval: What `schedule` and `horizon` count: optimizer "step"s or complete "epoch"s.
         monitor: The logged metric that is the loss for `schedule`, the same in every process.
         store: Where snapshots are kept: "host" memory, the model's "device", or a
             `DiskStore(folder)`.
@@ -77,6 +79,7 @@ class LatestWeightAveraging(Callback):
         update_starting_at_step: int | None = None,
         update_starting_at_epoch: int | None = None,
         schedule: Schedule | None = None,
+        horizon: float | None = None,
         interval: Interval = "step",
         monitor: str = "val_loss",
         store: Literal["host", "device"] | Store = "host",
@@ -86,7 +89,7 @@ class LatestWeightAveraging(Callback):
         **kwargs: Any,
     ) -> None:
         cadence = make_cadence(
-            schedule,
+            choose_schedule(schedule, horizon, k),
             interval,
             update_every_n_steps=update_every_n_steps,
             update_every_n_epochs=update_every_n_epochs,
@@ -96,7 +99,8 @@ class LatestWeightAveraging(Callback):
         if not isinstance(name, str) or not name or "/" in name:
             raise ConfigError(f"name={name!r}: give the suffix of metric names, like 'averaged'.")
         # Find mistakes now; a store on disk is opened when the processes have been started.
-        LatestWeightAverager(k, store="host" if isinstance(store, Store) else store, **kwargs)
+        usable = "host" if isinstance(store, Store) else store
+        LatestWeightAverager(k, store=usable, schedule=cadence.schedule, **kwargs)
         self.side_by_side, self.name, self.monitor = side_by_side, name, monitor
         self._average = ModuleAverage(
             name,

@@ -21,7 +21,7 @@ from torch_lawa.integrations.cadence import Cadence
 from torch_lawa.integrations.unsupported import require_visible_parameters
 from torch_lawa.integrations.window_files import IN_TRAINER_CHECKPOINT, load_window, save_window
 from torch_lawa.ranks.agreement import check_same_decision
-from torch_lawa.schedule import Every, Schedule
+from torch_lawa.schedule import Every, Schedule, choose_schedule
 from torch_lawa.selection import FrozenRule
 from torch_lawa.stores.base import Store
 from torch_lawa.validation import one_of
@@ -50,6 +50,8 @@ class LatestWeightAveragingCallback(TrainerCallback):
         schedule: Any schedule, such as `Every(10)` or `OnPlateau()`, instead of `collect_every`.
             It counts optimizer steps, or with `collect_strategy="epoch"` epochs; with "save" it is
             asked at saves only. One that needs a loss is asked after each evaluation instead.
+        horizon: Instead of a schedule: the share of the steps (or epochs) so far, such as 1/4, that
+            the window spans with its `k` snapshots. The average is then used from the first one on.
         monitor: The metric that is the loss for `schedule`.
         metrics: "both": `eval_loss` of the trained weights and `eval_averaged_loss` of the
             average, side by side. "averaged": all metrics are those of the average, as soon as
@@ -58,8 +60,8 @@ class LatestWeightAveragingCallback(TrainerCallback):
             average are re-estimated from; 0 keeps those of the newest snapshot. Has no effect on
             models without BatchNorm layers.
         coefficients: How much each snapshot counts; all the same by default.
-        min_snapshots: How many snapshots make an average; `k` by default. Until then only the
-            trained weights are evaluated.
+        min_snapshots: How many snapshots make an average; `k` by default, 1 with a horizon. Until
+            then only the trained weights are evaluated.
         store: Where snapshots are kept: "host", "device", or a `DiskStore(folder)`.
         storage_dtype: `torch.bfloat16` or `torch.float16` halves their memory and rounds them.
         include: Average only tensors whose name matches one of these patterns.
@@ -75,6 +77,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
         collect_every: int = 1,
         start: int | float = 0,
         schedule: Schedule | None = None,
+        horizon: float | None = None,
         monitor: str = "eval_loss",
         metrics: Metrics = "both",
         batch_norm_batches: int = 40,
@@ -86,6 +89,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
         exclude: str | Sequence[str] = (),
     ) -> None:
         one_of("metrics", metrics, ("both", "averaged"))
+        schedule = choose_schedule(schedule, horizon, k)
         strategy = collect_strategy or ("save" if schedule is None else "steps")
         one_of("collect_strategy", strategy, ("save", "steps", "epoch"))
         if type(collect_every) is not int or collect_every < 1:
@@ -122,7 +126,9 @@ class LatestWeightAveragingCallback(TrainerCallback):
         }
         # A placeholder until there is a model: finds mistakes now, and opens no folder yet.
         usable = "host" if isinstance(store, Store) else store
-        self.averager = LatestWeightAverager(store=usable, **self._options)
+        self.averager = LatestWeightAverager(
+            store=usable, schedule=self._cadence.schedule, **self._options
+        )
         self._frozen: str | None = None  # the rule of the averager that is not a placeholder
 
     @property

@@ -81,3 +81,15 @@ def test_zero_batches_keep_the_newest_snapshot_s() -> None:
     assert run.num_reads == 0
     with pytest.raises(ConfigError, match="batch_norm_batches=True"):
         BatchNormCache(True)
+
+
+def test_a_blend_is_estimated_anew_as_its_live_weights_change() -> None:
+    run = Run()
+    run.averager = LatestWeightAverager(k=1, blend=0.5)
+    run.collect(1)
+    first = run.statistics()
+    with torch.no_grad():
+        run.model[0].weight.add_(1.0)  # type: ignore[union-attr, operator]
+    assert not torch.equal(run.statistics(), first)
+    assert run.num_reads == 2
+    assert run.cache.state_dict(run.averager) == {}

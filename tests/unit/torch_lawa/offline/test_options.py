@@ -58,8 +58,9 @@ def test_mistakes_are_refused_at_once(wrong: dict[str, Any], named: str) -> None
         AverageOptions(),
         AverageOptions(coefficients="annealing:cosine", dtype="bfloat16"),
         AverageOptions(include=["net.*"], exclude=["net.b"], strip_prefix="net."),
+        AverageOptions(blend=0.6),
     ],
-    ids=["default", "dtype", "names"],
+    ids=["default", "dtype", "names", "blend"],
 )
 def test_average_sweep_and_watch_give_the_same_bytes(
     run: Path, tmp_path: Path, options: AverageOptions

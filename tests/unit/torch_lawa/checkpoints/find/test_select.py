@@ -1,6 +1,7 @@
 """Which of the checkpoints that were found are taken."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.layouts import save
@@ -33,10 +34,16 @@ def run_of(*numbers: int, by: str = "step") -> Discovery:
         ({"every": 200, "at": 200, "start": 1}, [200]),
         ({"stop": 250, "last": 1}, [200]),
         ({"stop": 100}, [100]),
+        ({"horizon": 0.4}, [400, 500]),  # steps 301 to 500
+        ({"horizon": 0.401}, [400, 500]),
+        ({"horizon": 0.41, "at": 400}, [300, 400]),
+        ({"horizon": 0.99, "start": 150}, [200, 300, 400, 500]),
+        ({"horizon": 0.01}, [500]),
+        ({"horizon": 0.6, "every": 200}, [200, 400]),
     ],
 )
 @pytest.mark.parametrize("by", ["step", "epoch"])
-def test_a_selection(arguments: dict[str, int], expected: list[int], by: str) -> None:
+def test_a_selection(arguments: dict[str, Any], expected: list[int], by: str) -> None:
     chosen = select(run_of(100, 200, 300, 400, 500, by=by), **arguments)
     assert chosen.numbers == expected
     assert (chosen.ordered_by, chosen.is_run, chosen.notes) == (by, True, ("before",))
@@ -58,9 +65,12 @@ def test_a_selection(arguments: dict[str, int], expected: list[int], by: str) ->
         ({"at": 300, "every": 200}, "step 300. The nearest: 200, 400"),
         ({"start": 501}, "no checkpoint; found 5 from step 100 to 500"),
         ({"every": 1000}, "no checkpoint; found 5 from step 100 to 500"),
+        ({"last": 2, "horizon": 0.25}, "--last 2 and --horizon 0.25"),
+        ({"horizon": 1.0}, "horizon=1.0.*between 0 and 1"),
+        ({"horizon": 0.0}, "horizon=0.0.*between 0 and 1"),
     ],
 )
-def test_an_impossible_selection_is_refused(arguments: dict[str, int], message: str) -> None:
+def test_an_impossible_selection_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         select(run_of(100, 200, 300, 400, 500), **arguments)
 
@@ -74,6 +84,8 @@ def test_a_list_without_steps_can_only_use_last(tmp_path: Path) -> None:
     for name in ("at", "start", "stop", "every"):
         with pytest.raises(ConfigError, match="no step or epoch to select by"):
             select(given, **{name: 1})
+    with pytest.raises(ConfigError, match="no step or epoch to select by"):
+        select(given, horizon=0.25)
     with pytest.raises(ConfigError, match=r"only 3 .*\(c.safetensors, a.safetensors"):
         select(given, last=4)
 
@@ -96,6 +108,11 @@ def test_a_list_without_steps_can_only_use_last(tmp_path: Path) -> None:
 )
 def test_uneven_gaps_are_noted(numbers: tuple[int, ...], note: str | None) -> None:
     assert select(run_of(*numbers)).notes == (("before",) if note is None else ("before", note))
+
+
+def test_a_share_may_be_of_any_spacing() -> None:
+    assert select(run_of(10, 20, 40, 50, 80), horizon=0.6).numbers == [40, 50, 80]
+    assert select(run_of(10, 20, 40, 50, 80), horizon=0.6).notes == ("before",)
 
 
 def test_gaps_are_those_of_what_is_left() -> None:
