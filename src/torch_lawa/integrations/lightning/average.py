@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from torch_lawa.averager import LatestWeightAverager
+from torch_lawa.batch_norm_cache import BatchNormCache
 from torch_lawa.errors import BatchNormError
-from torch_lawa.integrations.batch_norm import BatchNormCache, preserved_rng
 from torch_lawa.integrations.cadence import Cadence
 from torch_lawa.integrations.lightning._compat import LightningModule, Trainer, rank_zero_warn
 from torch_lawa.integrations.lightning.loaders import second_pass
@@ -25,6 +25,7 @@ from torch_lawa.integrations.lightning.strategies import (
     release_gathered,
     trained_model,
 )
+from torch_lawa.integrations.random_state import preserved_rng
 
 __all__ = ["ModuleAverage"]
 

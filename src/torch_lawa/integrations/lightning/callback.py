@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch_lawa.averager import LatestWeightAverager
+from torch_lawa.batch_norm_cache import BatchNormCache
 from torch_lawa.errors import ConfigError, NotReadyError
-from torch_lawa.integrations.batch_norm import BatchNormCache
 from torch_lawa.integrations.lightning._compat import (
     Callback,
     LightningModule,

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lawa.integrations.batch_norm import preserved_rng
 from torch_lawa.integrations.lightning._compat import (
     DummyLogger,
     EvaluationLoop,
@@ -24,6 +23,7 @@ from torch_lawa.integrations.lightning._compat import (
 )
 from torch_lawa.integrations.lightning.average import ModuleAverage
 from torch_lawa.integrations.lightning.loaders import generator_states
+from torch_lawa.integrations.random_state import preserved_rng
 
 __all__ = ["evaluate_twice"]
 

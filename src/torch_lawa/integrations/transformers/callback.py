@@ -14,10 +14,11 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import has_length
 
 from torch_lawa.averager import LatestWeightAverager
+from torch_lawa.batch_norm_cache import BatchNormCache
 from torch_lawa.coefficients import Coefficients
 from torch_lawa.errors import ConfigError
-from torch_lawa.integrations.batch_norm import BatchNormCache, preserved_rng
 from torch_lawa.integrations.cadence import Cadence
+from torch_lawa.integrations.random_state import preserved_rng
 from torch_lawa.integrations.unsupported import require_visible_parameters
 from torch_lawa.integrations.window_files import IN_TRAINER_CHECKPOINT, load_window, save_window
 from torch_lawa.ranks.agreement import check_same_decision

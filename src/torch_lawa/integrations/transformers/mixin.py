@@ -17,7 +17,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from torch_lawa.checkpoints.storage.atomic import remove
 from torch_lawa.errors import ConfigError, StateError
-from torch_lawa.integrations.batch_norm import preserved_rng
+from torch_lawa.integrations.random_state import preserved_rng
 from torch_lawa.integrations.transformers.callback import (
     LatestWeightAveragingCallback,
     selects_average,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_lawa import LatestWeightAverager
+from torch_lawa.batch_norm_cache import BatchNormCache
 from torch_lawa.errors import ConfigError
-from torch_lawa.integrations.batch_norm import BatchNormCache
 
 
 class Run:
