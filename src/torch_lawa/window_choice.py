@@ -28,7 +28,7 @@ from torch_lawa.validation import one_of, whole_number
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["WindowChoice", "WindowChooser", "WindowSearch"]
+__all__ = ["WindowChoice", "WindowChooser", "WindowSearch", "search_for"]
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,14 @@ class WindowSearch:
                 "returned."
             ) from None
         self._k, self._num_decided = k, num_decided
+
+
+def search_for(option: bool | WindowSearch) -> WindowSearch | None:
+    """The search that a callback's option `choose_window` asks for: a new one, or a copy."""
+    if isinstance(option, WindowSearch):
+        return copy.deepcopy(option)
+    one_of("choose_window", option, (True, False), " Or give a WindowSearch(...).")
+    return WindowSearch() if option else None
 
 
 class WindowChooser:
