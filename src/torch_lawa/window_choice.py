@@ -193,10 +193,10 @@ class WindowChooser:
         averager: Keeps the snapshots. Windows that it does not hold yet are not measured, and its
             `min_snapshots` is not considered: the evaluation decides.
         evaluate: Takes the model, in evaluation mode without gradients, and returns one number. It
-            must return the same number on every rank. A part of the validation data is enough to
-            tell windows apart, since all of them see the same samples.
+            must return the same number on every rank. Use enough samples: the choice is as noisy
+            as the numbers are.
         search: Which windows are compared, and how: `WindowSearch(mode="max")` for an accuracy. The
-            chooser works with a copy of its options.
+            chooser works with a copy of it.
         loader: Batches of training data, for models with BatchNorm: the statistics of each window
             are re-estimated from them. The raw weights keep their own.
         batch_norm_batches: How many of these batches to use (default: all).
