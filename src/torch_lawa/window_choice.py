@@ -131,12 +131,11 @@ class WindowSearch:
         """Choose from what was measured at one time, by k; values that are not finite never win."""
         sign = 1.0 if self.mode == "min" else -1.0
         costs = {k: sign * v if math.isfinite(v) else math.inf for k, v in values.items()}
-        best = min(costs, key=lambda k: (costs[k], k))
+        best = min(costs, key=lambda k: (costs[k], k))  # equal, or none finite: the smallest k
         raw, least, own = costs[0], costs[best], costs.get(self._k, math.inf)
-        if least == math.inf:
-            best = 0
         # A share below 1 of the gain: what is worse than the raw weights is never kept.
-        elif own - least <= (self.margin * (raw - least) if raw < math.inf else 0.0):
+        slack = self.margin * (raw - least) if raw < math.inf else 0.0
+        if own < math.inf and own - least <= slack:
             best = self._k
         self._k = best
         self._num_decided += 1

@@ -167,8 +167,9 @@ class _TwiceLoop(EvaluationLoop):
         values = {k: {each.name: each.value for each in logged} for k, logged in windows.items()}
         k = average.choose(self.trainer, values, seconds)
         facts = {"k": float(k), "seconds": seconds}
+        device = self.trainer.strategy.root_device  # where ranks can reduce it
         return [logged.renamed(average.name) for logged in windows[k]] + [
-            _Logged(f"{average.name}_{name}", torch.tensor(value), None, True, False)
+            _Logged(f"{average.name}_{name}", torch.tensor(value, device=device), None, True, False)
             for name, value in facts.items()
         ]
 
