@@ -45,6 +45,9 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from torch_lawa.schedule import Schedule as Schedule
     from torch_lawa.schedule import register_schedule as register_schedule
     from torch_lawa.stores.disk import DiskStore as DiskStore
+    from torch_lawa.window_choice import WindowChoice as WindowChoice
+    from torch_lawa.window_choice import WindowChooser as WindowChooser
+    from torch_lawa.window_choice import WindowSearch as WindowSearch
 
 _PUBLIC = {
     "averager": ("Averager", "LatestWeightAverager"),
@@ -71,6 +74,7 @@ _PUBLIC = {
     "offline.watching.watcher": ("watch_run",),
     "schedule": ("Every", "Horizon", "OnPlateau", "Schedule", "register_schedule"),
     "stores.disk": ("DiskStore",),
+    "window_choice": ("WindowChoice", "WindowChooser", "WindowSearch"),
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
 

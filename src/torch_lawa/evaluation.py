@@ -29,7 +29,7 @@ from torch_lawa.swap import swapped
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["BatchNormPolicy", "evaluate_side_by_side"]
+__all__ = ["ActClock", "BatchNormPolicy", "evaluate_side_by_side", "evaluating"]
 
 BatchNormPolicy: TypeAlias = Literal["re-estimated", "copied"]
 
@@ -94,7 +94,7 @@ def evaluate_side_by_side(
     """
     policies = _policies(model, batch_norm, loader)
     averages = _averages(averager if isinstance(averager, Sequence) else [averager], ks)
-    clock = _Clock(model)
+    clock = ActClock(model)
     rows = []
 
     def note(values: Mapping[str, float], seconds: Mapping[str, float], **facts: Any) -> None:
@@ -112,7 +112,7 @@ def evaluate_side_by_side(
         return evaluated()
 
     def evaluated() -> Mapping[str, float]:
-        with clock("evaluate"), _evaluating(model):
+        with clock("evaluate"), evaluating(model):
             values = evaluate(model)
         if not isinstance(values, Mapping):
             raise ConfigError(
@@ -224,7 +224,8 @@ def _policies(
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model is in evaluation mode without gradients; its modes are restored."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
@@ -235,7 +236,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-class _Clock:
+class ActClock:
     """Adds up the seconds of each act; synchronises with GPUs, so that queued work counts."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -250,6 +251,7 @@ class _Clock:
 
     @contextlib.contextmanager
     def __call__(self, act: str) -> Iterator[None]:
+        """Add the seconds of the block to those of `act`."""
         begin = self._now()
         yield
         self._spent[act] = self._spent.get(act, 0.0) + self._now() - begin

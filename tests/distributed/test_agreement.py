@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_lawa import Every, LatestWeightAverager, OnPlateau, recalibrate_batch_norm
+from torch_lawa import (
+    Every,
+    LatestWeightAverager,
+    OnPlateau,
+    WindowChooser,
+    recalibrate_batch_norm,
+)
 from torch_lawa.errors import BatchNormError, ConfigError, RankError
 from torch_lawa.evaluation import evaluate_side_by_side
 
@@ -107,6 +113,33 @@ def test_a_schedule_fires_on_all_ranks_or_on_none() -> None:
         assert "call 2 of averager.step" in found["error"] or "call 3" in found["error"]
         assert "rank 1 of 2" in found["error"]
         assert found["steps"] in ([], [3])
+
+
+def chosen(rank: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    found: dict[str, Any] = {}
+    for name, model, group in (
+        ("sharded", fully_shard(nn.Linear(3, 3)), None),
+        ("group", nn.Linear(3, 3), dist.group.WORLD),
+    ):
+        averager = LatestWeightAverager(k=2)
+        values = iter([2.0, 3.0, 1.0, 2.0, 3.0, 1.0 + 9.0 * rank])  # raw, k = 1, k = 2, twice
+        chooser = WindowChooser(averager, lambda model, values=values: next(values), group=group)
+        for _ in range(2):
+            averager.collect(model)
+        found[name] = [chooser.choose(model).k]
+        try:
+            chooser.choose(model)
+        except ConfigError as error:
+            found[name].append(str(error))
+    return found
+
+
+def test_a_window_is_chosen_on_all_ranks_or_on_none() -> None:
+    for found in on_ranks(2, chosen):
+        for k, error in found.values():
+            assert k == 2
+            assert "k = 2, 0" in error
 
 
 def counted(rank: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""docs/guides: the code of averager, offline, coming-from and choosing does what they say."""
+"""docs/guides: the code of averager, offline, coming-from and both choices does what they say."""
 
 import argparse
 import importlib.util
@@ -170,6 +170,26 @@ def test_choosing(bench: Bench) -> None:
     expected = [mean(spaced(bench.history, k, 10)) for k in (2, 3, 6)]
     assert all(map(same_bits, bench.evaluated, expected))
     assert len(bench.evaluated) == 3
+
+
+def test_window_choice(bench: Bench) -> None:
+    title = "Let the validation choose the window"
+    (loop,) = blocks("window_choice.md", title, "python")
+    bench.names["evaluate"] = lambda model: model[0].weight.square().sum().item()
+    bench.run(loop)
+    weights = bench.history[4::5]  # one snapshot per epoch of five steps
+    windows = {0: weights[-1], 1: weights[-1], 4: mean(weights[-4:])}
+    choice, saved = bench.names["choice"], torch.load("best.pt", weights_only=True)
+    assert choice.values == {k: w.square().sum().item() for k, w in windows.items()}
+    assert choice.k == 4
+    assert same_bits(saved["0.weight"], windows[4])
+
+    (options,) = blocks("window_choice.md", "Options", "python")
+    bench.names["accuracy"] = bench.names["evaluate"]
+    exec(options, bench.names)
+    assert sorted(bench.names["choice"].values) == [0, 2, 4]
+    for block in blocks("window_choice.md", "In the callbacks", "python"):
+        exec(block, bench.names)
 
 
 def test_what_is_said_of_emas() -> None:

@@ -141,6 +141,10 @@ def run_side_by_side(rank: int, *arguments: Any) -> dict[str, Any]:
     return run(rank, *arguments, side_by_side=True)
 
 
+def run_choosing(rank: int, *arguments: Any) -> dict[str, Any]:
+    return run(rank, *arguments, choose_window=True)
+
+
 def look(rank: int, kind: str, folder: Path, ckpt: Path) -> Any:
     """Validate a checkpoint: what was evaluated, or what was wrong."""
     model, made = prepare(kind)
@@ -237,3 +241,20 @@ def test_both_weights_side_by_side(tmp_path, kind):
                 metrics["val_loss"] for metrics in theirs["metrics"]
             ]
             assert same(ours["final"], theirs["final"])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["ddp", "model parallel", "fsdp sharded"])
+def test_all_processes_choose_the_same_window_and_go_on_with_it(tmp_path, kind):
+    found = on_ranks(2, run_choosing, kind, tmp_path / "whole", 2, EPOCHS, None, join=False)
+    on_ranks(2, run_choosing, kind, tmp_path / "first", 2, 2, None, join=False)
+    last = tmp_path / "first" / "last.ckpt"
+    resumed = on_ranks(2, run_choosing, kind, tmp_path / "rest", 2, EPOCHS, last, join=False)
+    for facts in (*found, *resumed):
+        assert facts["steps"] == [9, 12]
+        assert all(metrics.pop("averaged_seconds") >= 0 for metrics in facts["metrics"])
+        assert facts["metrics"] == found[0]["metrics"][-len(facts["metrics"]) :]
+    for metrics in found[0]["metrics"]:
+        assert metrics["val_loss_averaged"] <= metrics["val_loss"]
+        assert metrics["averaged_k"] in (0, 1, 2)
+    assert all(map(same, found[0]["validated"], found[0]["epochs"]))

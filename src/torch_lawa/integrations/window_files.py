@@ -252,25 +252,31 @@ class WindowFile:
 
 
 def save_window(
-    averager: LatestWeightAverager, model: nn.Module, path: Path, *, writes: bool
+    averager: LatestWeightAverager,
+    model: nn.Module,
+    path: Path,
+    *,
+    writes: bool,
+    notes: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the window of `model` into a checkpoint folder; call it in every process.
 
     `writes` is true in one of the processes that share a disk.
     """
     window = window_inside(path)
-    window.write({"averager": averager}, model, writes=writes)
+    window.write({"averager": averager}, model, writes=writes, notes=notes)
     if writes:
         window.publish()
 
 
-def load_window(averager: LatestWeightAverager, model: nn.Module, path: Path) -> bool:
-    """Restore a window that `save_window` wrote; False if there is none."""
+def load_window(
+    averager: LatestWeightAverager, model: nn.Module, path: Path
+) -> SavedWindows | None:
+    """Restore a window that `save_window` wrote, and return it with its notes; None without one."""
     saved = next(window_inside(path).read(), None)
-    if saved is None:
-        return False
-    saved.load({"averager": averager}, model)
-    return True
+    if saved is not None:
+        saved.load({"averager": averager}, model)
+    return saved
 
 
 def _head(

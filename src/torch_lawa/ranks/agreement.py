@@ -14,7 +14,13 @@ from torch_lawa.shards import is_sharded, reshard
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["FailTogether", "all_gather", "check_same_call", "check_same_decision"]
+__all__ = [
+    "FailTogether",
+    "all_gather",
+    "check_same_call",
+    "check_same_choice",
+    "check_same_decision",
+]
 
 
 def all_gather(where: str, value: Any, group: "ProcessGroup | None" = None) -> list[Any]:
@@ -52,6 +58,20 @@ def check_same_decision(model: nn.Module | Mapping[str, Tensor], due: bool, call
                 f"at call {call} of averager.step the schedule takes a snapshot on some ranks only "
                 f"(rank {due_on} of {len(ranks)}), so their shards would be of different steps: "
                 "pass the same loss on every rank (all-reduce it)."
+            )
+
+
+def check_same_choice(model: nn.Module, k: int, group: "ProcessGroup | None" = None) -> None:
+    """Refuse a window that only some ranks chose, of a sharded model or of the group's ranks."""
+    groups = _groups(model, copies=True)
+    if group is not None and torch.distributed.get_world_size(group) > 1:
+        groups.append(group)
+    for each in groups:
+        ks = all_gather("choosing a window", k, each)
+        if len(set(ks)) > 1:
+            raise ConfigError(
+                f"the ranks chose different windows (k = {', '.join(map(str, ks))}), so they would "
+                "serve different weights: evaluate to the same value on every rank (all-reduce it)."
             )
 
 

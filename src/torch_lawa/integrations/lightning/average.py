@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from torch_lawa.averager import LatestWeightAverager
-from torch_lawa.errors import BatchNormError
-from torch_lawa.integrations.batch_norm import BatchNormCache, preserved_rng
+from torch_lawa.batch_norm_cache import BatchNormCache
+from torch_lawa.errors import BatchNormError, ConfigError
 from torch_lawa.integrations.cadence import Cadence
 from torch_lawa.integrations.lightning._compat import LightningModule, Trainer, rank_zero_warn
 from torch_lawa.integrations.lightning.loaders import second_pass
@@ -25,6 +25,10 @@ from torch_lawa.integrations.lightning.strategies import (
     release_gathered,
     trained_model,
 )
+from torch_lawa.integrations.random_state import preserved_rng
+from torch_lawa.ranks.agreement import check_same_choice
+from torch_lawa.swap import swapped
+from torch_lawa.window_choice import WindowChoice, WindowSearch
 
 __all__ = ["ModuleAverage"]
 
@@ -39,9 +43,14 @@ class ModuleAverage:
         options: Mapping[str, Any],
         batch_norm: BatchNormCache,
         forward: Callable[[Any, Any], Any],
+        search: WindowSearch | None = None,
+        monitor: str = "val_loss",
     ) -> None:
         self.name, self.cadence, self.batch_norm = name, cadence, batch_norm
         self._options, self._forward = options, forward
+        self.search, self.monitor = search, monitor
+        self.trial: int | None = None  # the window that is being measured
+        self.choice: WindowChoice | None = None  # of the last validation of `fit`
         self._averager: LatestWeightAverager | None = None
         self._swap: contextlib.ExitStack | None = None
         self._owner: weakref.ref[LightningModule] | None = None  # whose weights are in the window
@@ -58,6 +67,18 @@ class ModuleAverage:
         return self._averager
 
     @property
+    def k(self) -> int | None:
+        """How many of the newest snapshots are averaged: all if None, 0 for the trained weights."""
+        if self.search is None:
+            return None
+        return self.search.chosen(self.averager) if self.trial is None else self.trial
+
+    @property
+    def ready(self) -> bool:
+        """Whether evaluations use an average."""
+        return self.averager.ready if self.k is None else self.k > 0
+
+    @property
     def swapped(self) -> bool:
         """Whether the module holds averaged weights for an evaluation in progress."""
         return self._swap is not None
@@ -67,6 +88,9 @@ class ModuleAverage:
         self.averager.reset()
         self.cadence.restart(self.averager)
         self.batch_norm.clear()
+        self.choice = None
+        if self.search is not None:
+            self.search.reset()
         self._owner = weakref.ref(pl_module)
 
     def belongs_to(self, pl_module: LightningModule) -> bool:
@@ -75,7 +99,7 @@ class ModuleAverage:
 
     def usable(self, trainer: Trainer) -> bool:
         """Whether there is an average of the trainer's module."""
-        if not self.averager.ready:
+        if not self.ready:
             return False
         if self.belongs_to(trainer.lightning_module):
             return True
@@ -108,22 +132,45 @@ class ModuleAverage:
         if swap is not None:
             swap.close()
 
+    def choose(
+        self, trainer: Trainer, logged: Mapping[int, Mapping[str, Any]], spent: float
+    ) -> int:
+        """Choose a window by what was logged for each in one validation; returns its k."""
+        assert self.search is not None
+        for values in logged.values():
+            if self.monitor not in values:
+                raise ConfigError(
+                    f"monitor={self.monitor!r}: the window is chosen by this metric, and the "
+                    f"module's validation logged {', '.join(values) or 'nothing'}. Log it, or set "
+                    "monitor=..."
+                )
+        measured = {k: float(values[self.monitor]) for k, values in logged.items()}
+        k = self.search.decide(measured)
+        group = torch.distributed.group.WORLD if trainer.world_size > 1 else None
+        check_same_choice(trained_model(trainer), k, group)
+        self.choice = WindowChoice(k, measured[k], measured, spent)
+        return k
+
     @contextlib.contextmanager
     def averaged(self, trainer: Trainer) -> Iterator[None]:
-        """The module holds the averaged weights inside the block."""
+        """The module holds the averaged weights inside the block, or its own if those are best."""
         model = trained_model(trainer)
         release_gathered(model)
         with contextlib.ExitStack() as stack:
             stack.enter_context(preserved_buffer_sync(model))
-            stack.enter_context(self.averager.swapped_into(model))
-            stack.callback(release_gathered, model)  # before its own weights are restored
-            self._put_batch_norm(trainer)
+            if self.k == 0:
+                stack.enter_context(swapped(model, {}, lambda: None))
+            else:
+                stack.enter_context(self.averager.swapped_into(model, self.k))
+                stack.callback(release_gathered, model)  # before its own weights are restored
+                self._put_batch_norm(trainer)
             yield
 
     def state_dict(self) -> dict[str, Any]:
         """What is saved with the window."""
         return {
-            "batch_norm": self.batch_norm.state_dict(self.averager),
+            "batch_norm": self.batch_norm.state_dict(self.averager, self.k),
+            "choice": None if self.search is None else self.search.state_dict(),
             "latest_step": self.latest_step,
             "latest_epoch": self.latest_epoch,
         }
@@ -132,10 +179,12 @@ class ModuleAverage:
         """Restore what was saved with the window."""
         self.batch_norm.load_state_dict(state["batch_norm"])
         self.saved_step, self.latest_epoch = state["latest_step"], state["latest_epoch"]
+        if self.search is not None and state["choice"] is not None:
+            self.search.load_state_dict(state["choice"])
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy has: the window, but not the module that it is of or swapped into."""
-        return {**vars(self), "_owner": None, "_swap": None}
+        return {**vars(self), "_owner": None, "_swap": None, "trial": None}
 
     # BatchNorm
 
@@ -154,7 +203,7 @@ class ModuleAverage:
     def _put_batch_norm(self, trainer: Trainer) -> None:
         """Give the module, which holds the mean, the statistics for it."""
         module = trainer.lightning_module
-        known = self.batch_norm.holds(self.averager)
+        known = self.batch_norm.holds(self.averager, self.k)
         if self.batch_norm.needed(module) and not known and trainer.train_dataloader is None:
             rank_zero_warn(
                 "The averaged weights have no BatchNorm statistics of their own: none were saved "
@@ -180,7 +229,7 @@ class ModuleAverage:
                 yield loader
 
         group = torch.distributed.group.WORLD if trainer.world_size > 1 else None
-        self.batch_norm.put_into(module, self.averager, batches, forward, group=group)
+        self.batch_norm.put_into(module, self.averager, batches, forward, k=self.k, group=group)
 
     def _run(self, trainer: Trainer, batch: Any) -> None:
         try:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch_lawa.averager import LatestWeightAverager
+from torch_lawa.batch_norm_cache import BatchNormCache
 from torch_lawa.errors import ConfigError, NotReadyError
-from torch_lawa.integrations.batch_norm import BatchNormCache
 from torch_lawa.integrations.lightning._compat import (
     Callback,
     LightningModule,
@@ -25,6 +25,7 @@ from torch_lawa.integrations.lightning.strategies import check_strategy, trained
 from torch_lawa.ranks.agreement import check_same_decision
 from torch_lawa.schedule import Schedule, choose_schedule
 from torch_lawa.stores.base import Store
+from torch_lawa.window_choice import WindowChoice, WindowSearch, search_for
 
 __all__ = ["LatestWeightAveraging"]
 
@@ -57,12 +58,19 @@ class LatestWeightAveraging(Callback):
         horizon: Instead of a schedule: the share of the steps (or epochs) so far, such as 1/4, that
             the window spans with its `k` snapshots. The average is then used from the first one on.
         interval: What `schedule` and `horizon` count: optimizer "step"s or complete "epoch"s.
-        monitor: The logged metric that is the loss for `schedule`, the same in every process.
+        monitor: The logged metric that is the loss for `schedule`, and that `choose_window`
+            compares; the same in every process.
         store: Where snapshots are kept: "host" memory, the model's "device", or a
             `DiskStore(folder)`.
         side_by_side: Validate and test twice, with the trained and with the averaged weights:
             `val_loss` is of the trained weights, `val_loss_averaged` of the average (until it is
             ready, `fit` reports the trained weights under both names).
+        choose_window: At each validation in `fit`, validate several windows of the k snapshots by
+            turns, and choose the one with the best `monitor`, or the trained weights if they are
+            better. Test, predict and `save_averaged` use the choice. Give a `WindowSearch` for
+            other windows than 1, k/4, k/2 and k, or `WindowSearch(mode="max")` for an accuracy.
+            Implies `side_by_side`: `val_loss_averaged` is of the chosen window, and `averaged_k`
+            and `averaged_seconds` are logged with it.
         name: The suffix of those metrics, which also tells two of these callbacks apart.
         batch_norm_batches: How many batches of the train loader the BatchNorm statistics of the
             average are re-estimated from; 0 keeps those of the newest snapshot.
@@ -84,6 +92,7 @@ class LatestWeightAveraging(Callback):
         monitor: str = "val_loss",
         store: Literal["host", "device"] | Store = "host",
         side_by_side: bool = False,
+        choose_window: bool | WindowSearch = False,
         name: str = "averaged",
         batch_norm_batches: int = 40,
         **kwargs: Any,
@@ -99,15 +108,25 @@ class LatestWeightAveraging(Callback):
         if not isinstance(name, str) or not name or "/" in name:
             raise ConfigError(f"name={name!r}: give the suffix of metric names, like 'averaged'.")
         # Find mistakes now; a store on disk is opened when the processes have been started.
-        usable = "host" if isinstance(store, Store) else store
-        LatestWeightAverager(k, store=usable, schedule=cadence.schedule, **kwargs)
-        self.side_by_side, self.name, self.monitor = side_by_side, name, monitor
+        tried = LatestWeightAverager(
+            k,
+            store="host" if isinstance(store, Store) else store,
+            schedule=cadence.schedule,
+            **kwargs,
+        )
+        search = search_for(choose_window)
+        if search is not None:
+            search.check(tried)
+        self.side_by_side = side_by_side or search is not None
+        self.name, self.monitor = name, monitor
         self._average = ModuleAverage(
             name,
             cadence,
             {"k": k, "store": store, **kwargs},
             BatchNormCache(batch_norm_batches),
             self.batch_norm_forward,
+            search,
+            monitor,
         )
         self._forward_untried = False  # whether the forward pass for BatchNorm is yet to be tried
 
@@ -138,13 +157,19 @@ class LatestWeightAveraging(Callback):
         """The averager that holds the window."""
         return self._average.averager
 
+    @property
+    def choice(self) -> WindowChoice | None:
+        """What `choose_window` measured and chose in the last validation of `fit`."""
+        return self._average.choice
+
     def save_averaged(self, trainer: Trainer, filepath: str | Path) -> None:
         """Write a checkpoint whose weights are the average: `load_from_checkpoint` reads it.
 
+        With `choose_window` it is the chosen window, or the trained weights if they were best.
         Like `trainer.save_checkpoint(filepath, weights_only=True)`, it must be called in every
         process.
         """
-        if not self.averager.ready:
+        if not self.averager.ready and self._average.search is None:
             raise NotReadyError(
                 f"{len(self.averager)} of {self.averager.k} snapshots were taken, so there is no "
                 "average to save: train longer, lower k, or set min_snapshots=1."
@@ -188,6 +213,11 @@ class LatestWeightAveraging(Callback):
         average = self._average
         if type(self).should_update is LatestWeightAveraging.should_update:
             check_run(average.cadence, trainer, self.averager.min_snapshots)
+        if average.search is not None and not trainer.enable_validation:
+            raise ConfigError(
+                "choose_window: this run has no validation to compare windows with. Pass "
+                "val_dataloaders to fit, or leave choose_window out."
+            )
         step, steps = trainer.global_step, self.averager.snapshot_steps
         if steps and (steps[-1] > step or not average.belongs_to(pl_module)):
             rank_zero_warn(
@@ -223,9 +253,10 @@ class LatestWeightAveraging(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepare what test and predict will need: written snapshots, BatchNorm statistics."""
         self.averager.wait()
-        cache = self._average.batch_norm
-        if self.averager.ready and cache.needed(pl_module) and not cache.holds(self.averager):
-            with self._average.averaged(trainer):
+        average = self._average
+        cache, known = average.batch_norm, average.batch_norm.holds(self.averager, average.k)
+        if average.ready and cache.needed(pl_module) and not known:
+            with average.averaged(trainer):
                 pass
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

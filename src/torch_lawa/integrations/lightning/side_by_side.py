@@ -4,7 +4,8 @@ A module may accumulate values over its validation steps and log them at the end
 weights needs a complete validation, from the module's first hook to its last. Lightning's own loop
 runs it twice: first with the averaged weights, without callbacks and loggers, then with the
 trained weights as usual. The first run's values are logged again under their other names before
-any callback's hook for the end of the validation.
+any callback's hook for the end of the validation. To choose a window, the first run is repeated
+for several of them, and the values of the chosen one are logged again.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lawa.integrations.batch_norm import preserved_rng
+from torch_lawa.evaluation import ActClock
 from torch_lawa.integrations.lightning._compat import (
     DummyLogger,
     EvaluationLoop,
@@ -24,6 +25,7 @@ from torch_lawa.integrations.lightning._compat import (
 )
 from torch_lawa.integrations.lightning.average import ModuleAverage
 from torch_lawa.integrations.lightning.loaders import generator_states
+from torch_lawa.integrations.random_state import preserved_rng
 
 __all__ = ["evaluate_twice"]
 
@@ -53,7 +55,7 @@ def evaluate_twice(trainer: Trainer, average: ModuleAverage) -> None:
     ):
         if not isinstance(loop, _TwiceLoop):
             loop.__class__ = _TwiceLoop  # the loops exist already, and others hold them
-            vars(loop).update(averages=[], logged=None)
+            vars(loop).update(averages=[], logged=None, windows={})
         averages = vars(loop)["averages"]
         if not any(known is average for known in averages):
             averages.append(average)
@@ -63,6 +65,8 @@ class _TwiceLoop(EvaluationLoop):
     averages: list[ModuleAverage]
     logged: list[_Logged] | None  # while averaged weights are evaluated, what they logged
     others: list[_Logged]  # what averaged weights logged in this evaluation, renamed
+    # To choose from: what each window logged, by the average's name and k; and the seconds.
+    windows: dict[str, tuple[dict[int, list[_Logged]], float]]
     outputs: list[dict[str, Tensor]]  # what is returned: one dict per loader
     generators: dict[torch.Generator, Tensor]  # of the loaders, before averaged weights used them
 
@@ -71,12 +75,29 @@ class _TwiceLoop(EvaluationLoop):
         self.others = []
         if not self.trainer.sanity_checking:
             for average in self.averages:
-                if average.usable(self.trainer):
+                if self._chooses(average):
+                    self.windows[average.name] = self._run_windows(average)
+                elif average.usable(self.trainer):
                     self.others += [
                         logged.renamed(average.name) for logged in self._run_averaged(average)
                     ]
         outputs: list[Any] = super().run()
         return outputs
+
+    def _chooses(self, average: ModuleAverage) -> bool:
+        return average.search is not None and self.trainer.state.fn == "fit"
+
+    def _run_windows(self, average: ModuleAverage) -> tuple[dict[int, list[_Logged]], float]:
+        assert average.search is not None
+        clock, found = ActClock(self.trainer.lightning_module), {}
+        with clock("choose"):
+            for k in average.search.candidates(average.averager):
+                average.trial = k
+                try:
+                    found[k] = self._run_averaged(average)
+                finally:
+                    average.trial = None
+        return found, clock.take()["choose"]
 
     def _run_averaged(self, average: ModuleAverage) -> list[_Logged]:
         names = ("batch_progress", "_seen_batches_per_dataloader", "verbose", "_restarting")
@@ -110,8 +131,8 @@ class _TwiceLoop(EvaluationLoop):
         if self.trainer.sanity_checking:
             return
         self.outputs = self._logged_outputs
-        if self.trainer.state.fn == "fit":
-            for average in self.averages:
+        for average in self.averages:
+            if self.trainer.state.fn == "fit" or average.search is not None:
                 self._fill_in(average)
         for logged in self.others:
             self._results.log(
@@ -127,14 +148,30 @@ class _TwiceLoop(EvaluationLoop):
 
     def _fill_in(self, average: ModuleAverage) -> None:
         """A monitor must find its metric from the first validation on, and no old value later."""
-        own = [logged.renamed(average.name) for logged in _logged(self._results)]
-        if not average.usable(self.trainer):
+        trained = _logged(self._results)
+        own = [logged.renamed(average.name) for logged in trained]
+        if self._chooses(average):
+            self.others += self._chosen(average, trained)
+        elif not average.usable(self.trainer):
             self.others += own
             return
         averaged = {logged.name for logged in self.others}
         for logged in own:
             if logged.name not in averaged:  # a callback logged it
                 vars(self.trainer._logger_connector)["_callback_metrics"].pop(logged.name, None)
+
+    def _chosen(self, average: ModuleAverage, trained: list[_Logged]) -> list[_Logged]:
+        """Choose a window, now that the trained weights are validated: its values, renamed."""
+        windows, seconds = self.windows.pop(average.name)
+        windows = {0: trained, **windows}
+        values = {k: {each.name: each.value for each in logged} for k, logged in windows.items()}
+        k = average.choose(self.trainer, values, seconds)
+        facts = {"k": float(k), "seconds": seconds}
+        device = self.trainer.strategy.root_device  # where ranks can reduce it
+        return [logged.renamed(average.name) for logged in windows[k]] + [
+            _Logged(f"{average.name}_{name}", torch.tensor(value, device=device), None, True, False)
+            for name, value in facts.items()
+        ]
 
     def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
         super()._on_evaluation_end(*args, **kwargs)

@@ -14,17 +14,19 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import has_length
 
 from torch_lawa.averager import LatestWeightAverager
+from torch_lawa.batch_norm_cache import BatchNormCache
 from torch_lawa.coefficients import Coefficients
 from torch_lawa.errors import ConfigError
-from torch_lawa.integrations.batch_norm import BatchNormCache, preserved_rng
 from torch_lawa.integrations.cadence import Cadence
+from torch_lawa.integrations.random_state import preserved_rng
 from torch_lawa.integrations.unsupported import require_visible_parameters
 from torch_lawa.integrations.window_files import IN_TRAINER_CHECKPOINT, load_window, save_window
-from torch_lawa.ranks.agreement import check_same_decision
+from torch_lawa.ranks.agreement import check_same_choice, check_same_decision
 from torch_lawa.schedule import Every, Schedule, choose_schedule
 from torch_lawa.selection import FrozenRule
 from torch_lawa.stores.base import Store
 from torch_lawa.validation import one_of
+from torch_lawa.window_choice import WindowChoice, WindowSearch, search_for
 
 __all__ = ["CollectStrategy", "LatestWeightAveragingCallback", "Metrics", "selects_average"]
 
@@ -52,10 +54,17 @@ class LatestWeightAveragingCallback(TrainerCallback):
             asked at saves only. One that needs a loss is asked after each evaluation instead.
         horizon: Instead of a schedule: the share of the steps (or epochs) so far, such as 1/4, that
             the window spans with its `k` snapshots. The average is then used from the first one on.
-        monitor: The metric that is the loss for `schedule`.
+        monitor: The metric that is the loss for `schedule`, and that `choose_window` compares.
         metrics: "both": `eval_loss` of the trained weights and `eval_averaged_loss` of the
             average, side by side. "averaged": all metrics are those of the average, as soon as
             there is one, which costs one evaluation instead of two.
+        choose_window: At each evaluation during training, evaluate several windows of the k
+            snapshots by turns, and choose the one with the best `monitor`, or the trained weights
+            if they are better. It is what is saved as the average, predicts, and is loaded as the
+            best model. Give a `WindowSearch` for other windows than 1, k/4, k/2 and k, or
+            `WindowSearch(mode="max")` for an accuracy. `eval_averaged_loss` is of the chosen
+            window, `eval_averaged_k4_loss` of the window of 4; `eval_averaged_k` and
+            `eval_averaged_seconds` are logged as well.
         batch_norm_batches: How many batches of training data the BatchNorm statistics of the
             average are re-estimated from; 0 keeps those of the newest snapshot. Has no effect on
             models without BatchNorm layers.
@@ -80,6 +89,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
         horizon: float | None = None,
         monitor: str = "eval_loss",
         metrics: Metrics = "both",
+        choose_window: bool | WindowSearch = False,
         batch_norm_batches: int = 40,
         coefficients: Coefficients | None = None,
         min_snapshots: int | None = None,
@@ -100,6 +110,14 @@ class LatestWeightAveragingCallback(TrainerCallback):
             raise ConfigError(
                 f"collect_every={collect_every} with collect_strategy='save': every save is "
                 "collected. Set save_steps, or collect_strategy='steps'."
+            )
+        self.search = search_for(choose_window)
+        self.choice: WindowChoice | None = None  # of the last evaluation during training
+        self._trial: int | None = None  # the window that is being measured
+        if self.search is not None and metrics == "averaged":
+            raise ConfigError(
+                "choose_window with metrics='averaged': the choice needs the metrics of the "
+                "trained weights as well. Set metrics='both'."
             )
         self.metrics: Metrics = metrics
         self.monitor = monitor
@@ -129,12 +147,50 @@ class LatestWeightAveragingCallback(TrainerCallback):
         self.averager = LatestWeightAverager(
             store=usable, schedule=self._cadence.schedule, **self._options
         )
+        if self.search is not None:
+            self.search.check(self.averager)
         self._frozen: str | None = None  # the rule of the averager that is not a placeholder
 
     @property
     def ready(self) -> bool:
         """Whether there is an average to evaluate, next to or instead of the model."""
-        return self.averager.ready and not self.model_is_final
+        known = self.averager.ready if self.k is None else self.k > 0
+        return known and not self.model_is_final
+
+    @property
+    def k(self) -> int | None:
+        """How many of the newest snapshots are averaged: all if None, 0 for the trained weights."""
+        if self.search is None:
+            return None
+        return self.search.chosen(self.averager) if self._trial is None else self._trial
+
+    @contextlib.contextmanager
+    def trying(self, k: int) -> Iterator[None]:
+        """Inside the block the average is of the k newest snapshots, not of the chosen ones."""
+        self._trial = k
+        try:
+            yield
+        finally:
+            self._trial = None
+
+    def choose(
+        self, trainer: Trainer, metrics: Mapping[int, Mapping[str, float]], seconds: float
+    ) -> int:
+        """Choose a window by the metrics of each in one evaluation; returns its k."""
+        assert self.search is not None
+        for found in metrics.values():
+            if self.monitor not in found:
+                raise ConfigError(
+                    f"monitor={self.monitor!r}: the window is chosen by this metric, and the "
+                    f"evaluation gives {', '.join(found)}. Set monitor=..."
+                )
+        values = {k: float(found[self.monitor]) for k, found in metrics.items()}
+        k = self.search.decide(values)
+        group = torch.distributed.group.WORLD if trainer.args.world_size > 1 else None
+        model: nn.Module = trainer.model  # type: ignore[assignment]  # may be None for Trainer
+        check_same_choice(model, k, group)
+        self.choice = WindowChoice(k, values[k], values, seconds)
+        return k
 
     def on_init_end(
         self,
@@ -235,11 +291,16 @@ class LatestWeightAveragingCallback(TrainerCallback):
 
     def save(self, model: nn.Module, checkpoint: Path, *, writes: bool) -> None:
         """Put the window into a checkpoint; called in every process."""
-        save_window(self.averager, model, checkpoint / IN_TRAINER_CHECKPOINT, writes=writes)
+        notes = {"choice": None if self.search is None else self.search.state_dict()}
+        path = checkpoint / IN_TRAINER_CHECKPOINT
+        save_window(self.averager, model, path, writes=writes, notes=notes)
 
     def load(self, model: nn.Module, checkpoint: Path) -> bool:
         """Restore the window of a checkpoint, if it has one."""
-        return load_window(self.averager, model, checkpoint / IN_TRAINER_CHECKPOINT)
+        saved = load_window(self.averager, model, checkpoint / IN_TRAINER_CHECKPOINT)
+        if saved is not None and self.search is not None and saved.notes["choice"] is not None:
+            self.search.load_state_dict(saved.notes["choice"])
+        return saved is not None
 
     def put_batch_norm(self, trainer: Trainer) -> None:
         """Give the trainer's model, which holds the average, the BatchNorm statistics for it."""
@@ -261,10 +322,12 @@ class LatestWeightAveragingCallback(TrainerCallback):
 
         model: nn.Module = trainer.model  # type: ignore[assignment]  # may be None for Trainer
         group = torch.distributed.group.WORLD if trainer.args.world_size > 1 else None
-        self._batch_norm.put_into(model, self.averager, batches, forward, group=group)
+        self._batch_norm.put_into(model, self.averager, batches, forward, k=self.k, group=group)
 
     def _begin(self, model: nn.Module, *, resuming: bool) -> None:
-        self.model_is_final = False
+        self.model_is_final, self.choice = False, None
+        if self.search is not None:
+            self.search.reset()
         self._batch_norm.clear()
         # With adapters nothing else is kept; in other models a frozen layer may be unfrozen later.
         frozen: FrozenRule = "omit" if _has_adapters(model) else "keep"
@@ -322,7 +385,8 @@ class LatestWeightAveragingCallback(TrainerCallback):
                 f"metric_for_best_model={metric.replace('averaged_', '', 1)!r}, or metrics='both'."
             )
         follows = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
-        if follows in ("reduce_lr_on_plateau", "greedy") and selects_average(metric):
+        late = selects_average(metric) and self.search is None
+        if follows in ("reduce_lr_on_plateau", "greedy") and late:
             raise ConfigError(
                 f"lr_scheduler_type={follows!r} needs metric_for_best_model={metric!r} at every "
                 "evaluation, and there is none before the first average: set "

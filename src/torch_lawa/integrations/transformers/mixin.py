@@ -7,7 +7,7 @@ save, and does not pass itself to its callbacks. So a mixin overrides Trainer's 
 import contextlib
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +17,13 @@ from transformers.trainer_utils import PredictionOutput
 
 from torch_lawa.checkpoints.storage.atomic import remove
 from torch_lawa.errors import ConfigError, StateError
-from torch_lawa.integrations.batch_norm import preserved_rng
+from torch_lawa.evaluation import ActClock
+from torch_lawa.integrations.random_state import preserved_rng
 from torch_lawa.integrations.transformers.callback import (
     LatestWeightAveragingCallback,
     selects_average,
 )
+from torch_lawa.window_choice import WindowSearch
 
 __all__ = ["LatestWeightAveragingMixin", "LatestWeightAveragingTrainer"]
 
@@ -45,6 +47,8 @@ class LatestWeightAveragingMixin(_Base):
 
     _evaluating = False  # inside our call of `evaluate`, which calls itself for several datasets
     _swapped = False  # the model holds the average
+    # In the evaluation of the trained weights, if their metrics will decide which window is chosen.
+    _choose: Callable[[Mapping[str, float]], None] | None = None
 
     def add_callback(self, callback: Any) -> None:
         """Like `Trainer.add_callback`, which the Trainer's constructor calls, too."""
@@ -79,23 +83,91 @@ class LatestWeightAveragingMixin(_Base):
         if averaging.metrics == "averaged":
             with self._evaluated_average(averaging):
                 return super().evaluate(*args, **kwargs)
+        args, kwargs = self._prefix_by_name(args, kwargs)
+        prefix = kwargs[_PREFIX]
         with _no_false_warning():
+            monitored = averaging.monitor.startswith(f"{prefix}_")
+            if averaging.search is not None and self.is_in_train and monitored:
+                return self._evaluate_windows(averaging, averaging.search, args, kwargs)
             averaged = {}
             if averaging.ready:
-                averaged = self._evaluate_average(averaging, args, dict(kwargs))
+                averaged = self._evaluate_average(averaging, args, kwargs, "averaged")
             # Last, because displays with one row per step (notebooks, W&B) keep the last names.
-            return {**averaged, **super().evaluate(*args, **kwargs)}
+            trained = super().evaluate(*args, **kwargs)
+            if averaging.search is not None and not averaging.ready:
+                averaged = _renamed(trained, prefix, f"{prefix}_averaged")
+            return {**averaged, **trained}
 
-    def _evaluate_average(
-        self, averaging: LatestWeightAveragingCallback, args: tuple[Any, ...], kwargs: Any
+    def _evaluate_windows(
+        self,
+        averaging: LatestWeightAveragingCallback,
+        search: WindowSearch,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> dict[str, float]:
+        """Evaluate several windows and the trained weights, and report the best as the average."""
+        prefix = kwargs[_PREFIX]
+        clock, windows, chosen = ActClock(self._trained), {}, {}
+        with clock("choose"):
+            for k in search.candidates(averaging.averager):
+                with averaging.trying(k):
+                    found = self._evaluate_average(averaging, args, kwargs, f"averaged_k{k}")
+                windows[k] = _renamed(found, f"{prefix}_averaged_k{k}", prefix)
+        seconds = clock.take()["choose"]
+
+        def choose(trained: Mapping[str, float]) -> None:
+            measured = {0: trained, **windows}
+            k = averaging.choose(self, measured, seconds)
+            chosen.update(_renamed(measured[k], prefix, f"{prefix}_averaged"))
+            chosen.update({f"{prefix}_averaged_k": k, f"{prefix}_averaged_seconds": seconds})
+            report = dict(chosen)  # as `evaluate` reports: callbacks may monitor it
+            self.log(report)
+            self.control = self.callback_handler.on_evaluate(
+                self.args, self.state, self.control, report
+            )
+
+        self._choose = choose
+        try:
+            trained = super().evaluate(*args, **kwargs)
+            if self._choose is not None:
+                choose(trained)
+        finally:
+            self._choose = None
+        if chosen[f"{prefix}_averaged_k"] == 0:  # of several datasets, those evaluated later, too
+            chosen.update(_renamed(trained, prefix, f"{prefix}_averaged"))
+        return {**chosen, **trained}
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Like the trainer's own `log`; a window is chosen before the trained weights' metrics.
+
+        Displays with one row per step then keep the names of the trained weights.
+        """
+        averaging, choose = self._averaging(), self._choose
+        if averaging is not None and choose is not None and averaging.monitor in logs:
+            self._choose = None
+            choose(dict(logs))
+        super().log(logs, *args, **kwargs)
+
+    def _prefix_by_name(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of `evaluate`, with the prefix of its metrics among the keywords."""
         # Trainers of other libraries may have more arguments before the prefix.
         names = list(inspect.signature(super().evaluate).parameters)[: len(args)]
         if _PREFIX in names:
             index = names.index(_PREFIX)
-            kwargs.update(zip(names[index:], args[index:], strict=False))
+            kwargs = {**kwargs, **dict(zip(names[index:], args[index:], strict=False))}
             args = args[:index]
-        kwargs[_PREFIX] = f"{kwargs.get(_PREFIX, 'eval')}_averaged"
+        return args, {_PREFIX: "eval", **kwargs}
+
+    def _evaluate_average(
+        self,
+        averaging: LatestWeightAveragingCallback,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        suffix: str,
+    ) -> dict[str, float]:
+        kwargs = {**kwargs, _PREFIX: f"{kwargs[_PREFIX]}_{suffix}"}
         with preserved_rng(self.args.device), self._evaluated_average(averaging):
             return super().evaluate(*args, **kwargs)
 
@@ -125,7 +197,8 @@ class LatestWeightAveragingMixin(_Base):
     def _save_average(self, averaging: LatestWeightAveragingCallback, folder: Path) -> None:
         if self.is_fsdp_enabled and not self._gathers():
             # Trainer writes no model in this case, only the shards to resume from.
-            averaging.averager.save_pretrained(folder, self._trained, overwrite=True)
+            averager = averaging.averager
+            averager.save_pretrained(folder, self._trained, k=averaging.k, overwrite=True)
             if self.args.should_save and self.processing_class is not None:
                 self.processing_class.save_pretrained(str(folder))
             return
@@ -156,7 +229,8 @@ class LatestWeightAveragingMixin(_Base):
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         averaging = self._averaging()
         metric = self.args.metric_for_best_model or ""
-        if averaging is not None and not averaging.ready and selects_average(metric):
+        late = averaging is not None and averaging.search is None and not averaging.ready
+        if late and selects_average(metric):
             name = metric.removeprefix("eval_averaged_").removeprefix("averaged_")
             if f"eval_{name}" in metrics:
                 return False  # there will be one with the first average
@@ -184,7 +258,7 @@ class LatestWeightAveragingMixin(_Base):
                     "load_best_model_at_end=False, or save the window (save_only_model=False)."
                 )
             device = next(self._trained.parameters()).device
-            average = averaging.averager.average(device=device)
+            average = averaging.averager.average(averaging.k, device=device)
             self._trained.load_state_dict(average, strict=False)
         elif averaged:
             try:  # let Trainer load it, from another folder
@@ -235,7 +309,7 @@ class LatestWeightAveragingMixin(_Base):
         if not averaging.ready or self._swapped:
             yield
             return
-        with averaging.averager.swapped_into(self._trained):
+        with averaging.averager.swapped_into(self._trained, averaging.k):
             averaging.put_batch_norm(self)
             self._swapped = True
             try:
@@ -246,6 +320,15 @@ class LatestWeightAveragingMixin(_Base):
 
 class LatestWeightAveragingTrainer(LatestWeightAveragingMixin, Trainer):
     """The Transformers `Trainer` with weight averaging."""
+
+
+def _renamed(metrics: Mapping[str, float], prefix: str, other: str) -> dict[str, float]:
+    """The metrics that begin with a prefix, with another one."""
+    return {
+        other + name.removeprefix(prefix): value
+        for name, value in metrics.items()
+        if name.startswith(f"{prefix}_")
+    }
 
 
 def _adapter_in(folder: Path, model: nn.Module) -> Path:

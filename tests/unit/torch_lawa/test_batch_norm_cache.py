@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_lawa import LatestWeightAverager
+from torch_lawa.batch_norm_cache import BatchNormCache
 from torch_lawa.errors import ConfigError
-from torch_lawa.integrations.batch_norm import BatchNormCache
 
 
 class Run:
@@ -93,3 +93,23 @@ def test_a_blend_is_estimated_anew_as_its_live_weights_change() -> None:
     assert not torch.equal(run.statistics(), first)
     assert run.num_reads == 2
     assert run.cache.state_dict(run.averager) == {}
+
+
+def test_nested_windows_have_statistics_of_their_own() -> None:
+    run = Run()
+    run.averager = LatestWeightAverager(k=2)
+    run.collect(1)
+    run.collect(2)
+    loader = contextlib.nullcontext([torch.ones(4, 2)])
+    found = {}
+    for k in (1, 2, 1):
+        with run.averager.swapped_into(run.model, k):
+            run.cache.put_into(run.model, run.averager, lambda: loader, k=k)
+            value = run.model[1].running_mean.clone()  # type: ignore[union-attr, operator]
+        assert torch.equal(found.setdefault(k, value), value)  # type: ignore[arg-type]
+    assert not torch.equal(found[1], found[2])  # type: ignore[arg-type]
+    assert run.cache.holds(run.averager, 1)
+    assert run.cache.state_dict(run.averager)["steps"] == [1, 2]
+    assert run.cache.state_dict(run.averager, 1)["steps"] == [2]
+    run.collect(3)
+    assert not run.cache.holds(run.averager, 1)
