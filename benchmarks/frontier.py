@@ -164,15 +164,15 @@ class Lines(TrainingCallback):
 def run_one(run: BudgetedRun) -> None:
     """Train a run and its branches; mark it as finished."""
     begin = time.perf_counter()
-    for one in (run, *run.branches):
-        one.folder.clear()
+    for part in run.parts:
+        part.folder.clear()
     name = run.folder.path.name
     worker = choose_worker("cpu" if run.plan.smoke else None)
     train(
         run.plan, run.folder, worker, save_minutes=1e6, branches=run.branches, callback=Lines(name)
     )
-    for one in (run, *run.branches):  # large, and not needed
-        one.folder.checkpoint.unlink(missing_ok=True)
+    for part in run.parts:  # large, and not needed
+        part.folder.checkpoint.unlink(missing_ok=True)
     (run.folder.path / "finished").write_text(f"{time.perf_counter() - begin:.1f} s\n")
 
 

@@ -196,7 +196,7 @@ def _windows(
                 f"ks={list(ks or ())}: the averager's window holds {averager.k}, so ask for 1 to "
                 f"{averager.k}."
             )
-        num_averaged = min(k, len(averager))
+        num_averaged = averager.num_averaged if k == averager.k else min(k, len(averager))
         if num_averaged == k or averager.ready:
             swap = partial(averager.swapped_into, k=num_averaged, coefficients=rule)
             facts = {"weights": averager.kind, "k": k, "coefficients": name_coefficients(rule)}

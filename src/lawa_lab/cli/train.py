@@ -249,8 +249,8 @@ def _run(plan: "RunPlan", path: Path, options: Mapping[str, Any]) -> int:
     worker = choose_worker(options["device"])
     if worker.rank == 0:  # before the data is loaded, which may take a while
         for run in runs:
-            for one in (run, *run.branches):
-                one.folder.reserve(one.plan)
+            for part in run.parts:
+                part.folder.reserve(part.plan)
     for run in runs:
         code = _train_one(run, until, worker, options)
         if code:

@@ -30,7 +30,7 @@ class ScheduleFreeAverage:
     @property
     def ready(self) -> bool:
         """Whether a step has been taken."""
-        return bool(self._optimizer.state)
+        return any("z" in state for state in self._optimizer.state.values())
 
     def collect(self, model: nn.Module, *, step: int | None = None) -> None:
         """Nothing to do: the optimizer averages."""

@@ -29,7 +29,7 @@ class Stopwatch:
     def __call__(self, name: str) -> Iterator[None]:
         """Measure a block."""
         if self._cuda:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
             yield
             end.record()

@@ -4,13 +4,10 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from lawa_lab.methods.horizon_schedule import Horizon
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.stores.memory import DeviceStore
-from torch_lawa.swap import swapped
 
 __all__ = ["WindowMethod"]
 
@@ -19,10 +16,10 @@ class WindowMethod:
     """A `LatestWeightAverager` with a horizon under a name of its own; one row per evaluation."""
 
     def __init__(self, model: nn.Module, *, k: int, share: float, blend: float, kind: str) -> None:
-        self.kind, self._blend = kind, blend
+        self.kind = kind
         # The snapshots of a method that is compared must not slow down the run by host copies.
         self._window = LatestWeightAverager(
-            k, schedule=Horizon(share, k=k), min_snapshots=1, store=DeviceStore()
+            k, horizon=share, blend=None if blend == 1.0 else blend, store=DeviceStore()
         )
 
     @property
@@ -40,17 +37,7 @@ class WindowMethod:
 
     def swapped_into(self, model: nn.Module) -> AbstractContextManager[None]:
         """Swap in the mean, or its blend with the model's own weights."""
-        if self._blend == 1.0:
-            return self._window.swapped_into(model)
-        mean = self._window.average()
-        weights = {name: p for name, p in model.named_parameters() if name in mean}
-
-        @torch.no_grad()
-        def write() -> None:
-            for name, parameter in weights.items():
-                parameter.lerp_(mean[name].to(parameter.device), self._blend)
-
-        return swapped(model, weights, write)
+        return self._window.swapped_into(model)
 
     def average(self) -> dict[str, Tensor]:
         """The mean of the window."""

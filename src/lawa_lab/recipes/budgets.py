@@ -23,6 +23,11 @@ class BudgetedRun:
     folder: RunFolder
     branches: Sequence[Branch] = ()
 
+    @property
+    def parts(self) -> list[Branch]:
+        """The run itself, then its branches: each with a plan and a folder."""
+        return [Branch(self.plan, self.folder), *self.branches]
+
 
 def plan_budgets(
     plan: RunPlan, budgets: Sequence[int | float], path: Path, *, if_used: IfUsed

@@ -35,4 +35,5 @@ def _rounded(weight: Tensor, bits: int) -> Tensor:
     largest = 2 ** (bits - 1) - 1
     rows = weight.flatten(1)
     scale = rows.abs().amax(1, keepdim=True).clamp(min=1e-12) / largest
-    return ((rows / scale).round() * scale).view_as(weight)
+    rounded: Tensor = (rows / scale).round() * scale
+    return rounded.view_as(weight)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lawa_lab.methods.horizon_schedule import Horizon
 from lawa_lab.methods.registry import parse_method
 from lawa_lab.methods.schedule_free import ScheduleFreeAverage
 from lawa_lab.methods.stopwatch import Stopwatch
@@ -29,7 +28,7 @@ from torch_lawa.coefficients import Coefficients, parse_coefficients
 from torch_lawa.errors import ConfigError, LawaError, StateError
 from torch_lawa.evaluation import evaluate_side_by_side
 from torch_lawa.metrics import MetricsWriter, Row
-from torch_lawa.schedule import Every, Schedule
+from torch_lawa.schedule import Every, Horizon, Schedule
 
 __all__ = ["Trainer"]
 

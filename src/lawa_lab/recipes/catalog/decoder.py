@@ -26,7 +26,7 @@ class DecoderConfig(TrainConfig):
         "batch_size": 4,
         "warmup_steps": 4,
         "ks": (3, 2),
-        "nu": 8,
+        "nu": 42,
         "width": 64,
         "depth": 1,
         "sequence_length": 16,

@@ -1,4 +1,4 @@
-"""A decoder language model of Llama's design: RMSNorm, rotary positions, SwiGLU, tied embeddings."""
+"""A decoder of Llama's design: RMSNorm, rotary positions, SwiGLU, tied embeddings."""
 
 import torch
 import torch.nn.functional as F

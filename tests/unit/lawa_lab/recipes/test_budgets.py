@@ -1,0 +1,109 @@
+"""Runs at several budgets: landings branch off one run and equal runs of their own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.training import StopAt, rows_of, run, smoke_plan
+
+from lawa_lab.recipes.budgets import plan_budgets
+from lawa_lab.recipes.learning_rate import learning_rate
+from lawa_lab.recipes.loop import Target, train
+from lawa_lab.recipes.registry import find_recipe
+from lawa_lab.recipes.run_folder import RunFolder, RunPlan
+from lawa_lab.recipes.task import Worker
+from torch_lawa.errors import ConfigError
+
+METHODS = ("growing-ema:0.1", "horizon:0.5:4:0.6")
+
+
+def landing_plan(**changes: Any) -> RunPlan:
+    changes = {"ks": (2,), "epochs": 3, "schedule": "constant", "land": 0.5, **changes}
+    return smoke_plan("digits", methods=METHODS, quantize=(8,), horizon=0.5, **changes)
+
+
+def test_a_branch_has_the_rows_of_a_run_of_its_own(tmp_path: Path) -> None:
+    [budgeted] = plan_budgets(landing_plan(), [1.5, 3], tmp_path / "all", if_used="resume")
+    # Stopped inside the first branch: it starts again from its trunk.
+    outcome = train(
+        budgeted.plan, budgeted.folder, Worker(), branches=budgeted.branches, callback=StopAt(25)
+    )
+    assert not outcome.finished
+    assert train(budgeted.plan, budgeted.folder, Worker(), branches=budgeted.branches).finished
+    run(landing_plan(evaluate_at=(1.5, 3)), tmp_path / "own")
+    own = rows_of(tmp_path / "own")
+    branched = rows_of(tmp_path / "all" / "landing-0.5-epochs-3")
+    assert branched == [row for row in own if row["step"] >= branched[0]["step"]]
+    assert {row["weights"] for row in branched} == {"raw", "averaged", "growing-ema", "horizon"}
+    assert "test_8bit_loss" in branched[-1]
+    averages = [tmp_path / "own", tmp_path / "all" / "landing-0.5-epochs-3"]
+    first, second = (path / "averaged.safetensors" for path in averages)
+    assert first.read_bytes() == second.read_bytes()
+    # The trunk is as if it had never branched, and is evaluated at each budget.
+    run(landing_plan(land=0.0, evaluate_at=(1.5, 3)), tmp_path / "plain")
+    assert rows_of(tmp_path / "all" / "constant") == rows_of(tmp_path / "plain")
+    assert {row["epoch"] for row in rows_of(tmp_path / "plain")} == {1, 1.5, 2, 3}
+
+
+def test_annealed_budgets_are_runs_of_their_own_and_a_constant_rate_serves_all(
+    tmp_path: Path,
+) -> None:
+    annealed = plan_budgets(smoke_plan("digits"), [2, 4], tmp_path, if_used="refuse")
+    assert [r.folder.path.name for r in annealed] == ["epochs-2", "epochs-4"]
+    assert [r.plan.config.epochs for r in annealed] == [2, 4]
+    constant = smoke_plan("digits", schedule="constant")
+    [anytime] = plan_budgets(constant, [2, 4], tmp_path, if_used="refuse")
+    assert (anytime.plan.config.epochs, anytime.branches) == (4, ())
+    with pytest.raises(ConfigError, match="budgets"):
+        plan_budgets(constant, [2, 2], tmp_path, if_used="refuse")
+
+
+def test_training_stops_at_its_target(tmp_path: Path) -> None:
+    plan = smoke_plan("digits", schedule="constant", ks=(2,))
+    target = Target.parse("test_loss=1.3")
+    outcome = train(plan, RunFolder(tmp_path), Worker(), until=target)
+    assert outcome.reached is not None
+    assert outcome.reached["test_loss"] <= 1.3
+    assert outcome.step == rows_of(tmp_path)[-1]["step"] < outcome.num_steps
+    assert outcome.finished
+    assert (tmp_path / "averaged.safetensors").exists()
+    for text in ("accuracy", "test_loss=", "speed=3", "=3"):
+        with pytest.raises(ConfigError, match="METRIC=VALUE"):
+            Target.parse(text)
+    with pytest.raises(ConfigError, match="test_loss"):
+        Target.parse("valid_loss=1").reached({"test_loss": 1.0})
+
+
+def test_a_landing_with_a_root() -> None:
+    config = find_recipe("digits")(
+        schedule="constant", learning_rate=1.0, land=0.5, land_shape="1-sqrt"
+    )
+    assert [learning_rate(config, step, 8) for step in (3, 4, 5)] == [1.0, 1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"land": 0.2},
+        {"optimizer": "schedule-free-sgd"},
+        {"schedule": "constant", "land": 1.0},
+        {"quantize": (1,)},
+        {"evaluate_at": (-1.0,)},
+        {"epochs": 0},
+        {"horizon": 1.0},
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        find_recipe("digits")(**{"schedule": "cosine", **changes})
+
+
+def test_schedule_free_resumes_bit_for_bit(tmp_path: Path) -> None:
+    pytest.importorskip("schedulefree")
+    plan = smoke_plan("digits", optimizer="schedule-free-sgd", schedule="constant", epochs=2)
+    run(plan, tmp_path / "whole")
+    run(plan, tmp_path / "stopped", stop_at=40)
+    run(plan, tmp_path / "stopped")
+    rows = rows_of(tmp_path / "whole")
+    assert rows == rows_of(tmp_path / "stopped")
+    assert "schedule-free" in {row["weights"] for row in rows}
