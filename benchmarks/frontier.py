@@ -61,8 +61,7 @@ STUDIES = {
         shared={"evaluation_tokens": 2**17, "quantize": (8, 4), "nu": 500},
         anytime={
             "methods": (
-                "horizon:0.5:16", "horizon:0.1:8", "horizon:0.2:8:0.3",
-                "ema:0.99", "ema:0.999", "growing-ema:0.1", "growing-ema:0.03",
+                "dense:0.1:8", "dense:0.2:8", "horizon:0.2:8:0.3", "ema:0.99", "growing-ema:0.1",
             ),
         },
         smoke={"nu": 30},
@@ -78,7 +77,7 @@ STUDIES = {
         },
         anytime={
             "methods": (
-                "horizon:0.25:32", "horizon:0.5:32", "horizon:0.1:16", "ema:0.999", "ema:0.9999",
+                "dense:0.25:8", "dense:0.5:8", "horizon:0.25:32", "ema:0.999", "ema:0.9999",
                 "growing-ema:0.25", "growing-ema:0.1", "swa:4000",
             ),
         },

@@ -64,6 +64,10 @@ class RunningAverage:
         self.collect(model)
         return True
 
+    def restart(self) -> None:
+        """Begin a new average with the next step."""
+        self._num_steps = 0
+
     @contextlib.contextmanager
     def swapped_into(self, model: nn.Module) -> Iterator[None]:
         """Swap the average into the model; weights and buffers are restored on any exit."""

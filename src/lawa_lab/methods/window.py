@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lawa_lab.methods.running_average import RunningAverage
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.stores.memory import DeviceStore
 
-__all__ = ["WindowMethod"]
+__all__ = ["DenseWindow", "WindowMethod"]
 
 
 class WindowMethod:
@@ -50,3 +51,36 @@ class WindowMethod:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state."""
         self._window.load_state_dict(state)
+
+
+class DenseWindow(WindowMethod):
+    """A window whose snapshots are the means of all steps since the snapshot before."""
+
+    def __init__(self, model: nn.Module, *, k: int, share: float, kind: str) -> None:
+        super().__init__(model, k=k, share=share, blend=1.0, kind=kind)
+        self._mean = RunningAverage(model, lambda step: 1.0 / step, kind=kind)
+        self._num_steps = 0
+
+    def step(self, model: nn.Module, *, loss: float | None = None) -> bool:
+        """Add a step to the mean; store the mean as a snapshot if one is due."""
+        self._mean.step(model)
+        self._num_steps += 1
+        due = self._window.schedule.due(self._num_steps)
+        if due:
+            self._window.collect(self._mean.average(), step=self._num_steps)
+            self._mean.restart()
+        return due
+
+    def state_dict(self) -> dict[str, Any]:
+        """The window's, and the mean since its newest snapshot."""
+        return {
+            "window": super().state_dict(),
+            "mean": self._mean.state_dict(),
+            "num_steps": self._num_steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved state."""
+        super().load_state_dict(state["window"])
+        self._mean.load_state_dict(state["mean"])
+        self._num_steps = int(state["num_steps"])
