@@ -1,4 +1,4 @@
-"""Windows of every length on noisy quadratics, exactly: the tables of docs/guides/choosing.md.
+"""Windows of every length on noisy quadratics, exactly: the tables of docs/guides/fixed_windows.md.
 
     python benchmarks/choosing.py            print the tables
     python benchmarks/choosing.py --write    write them into the page
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-PAGE = Path(__file__).parents[1] / "docs" / "guides" / "choosing.md"
+PAGE = Path(__file__).parents[1] / "docs" / "guides" / "fixed_windows.md"
 STEPS, RATE, NOISE = 10_000, 0.5, 0.05
 MOMENTS = (0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
 DURATIONS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)

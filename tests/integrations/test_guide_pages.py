@@ -19,7 +19,7 @@ from support.transformers import tiny_model
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from torch_lawa import Every, LatestWeightAverager, recalibrate_batch_norm
+from torch_lawa import Every, Horizon, LatestWeightAverager, recalibrate_batch_norm
 from torch_lawa.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -153,7 +153,17 @@ def test_libraries_of_emas(bench: Bench, section: str, library: str, nu: int, st
 
 
 def test_choosing(bench: Bench) -> None:
-    (setting,) = blocks("choosing.md", "Choosing k, ν and the start", "python")
+    title = "Choosing the schedule, the window and the rate"
+    (setting,) = blocks("choosing.md", title, "python")
+    bench.run(setting)
+    assert same_bits(bench.names["averager"].average(k=1)["0.weight"], bench.history[-1])
+    assert bench.names["averager"].schedule == Horizon(1 / 4, k=16)
+
+
+def test_fixed_windows(bench: Bench) -> None:
+    (setting,) = blocks(
+        "fixed_windows.md", "A window of fixed length: k, ν and the start", "python"
+    )
     bench.run(setting)
     assert bench.names["nu"] == 100
     averager = bench.names["averager"]
@@ -165,7 +175,7 @@ def test_choosing(bench: Bench) -> None:
     for batch in bench.names["train_loader"][:100]:
         bench.step(bench.model, batch)
         averager.step(bench.model)
-    (sizes,) = blocks("choosing.md", "Find out", "python")
+    (sizes,) = blocks("fixed_windows.md", "Find out", "python")
     exec(sizes, bench.names)
     expected = [mean(spaced(bench.history, k, 10)) for k in (2, 3, 6)]
     assert all(map(same_bits, bench.evaluated, expected))
