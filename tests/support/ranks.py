@@ -24,12 +24,14 @@ FORKING.set_forkserver_preload(
     [
         "torch",
         "torch._dynamo",  # which optimizers import when they are made
+        "torch._inductor.config",  # and torch.use_deterministic_algorithms
         "torch.distributed.checkpoint",
         "torch.distributed.fsdp",
         "torch_lawa.averager",
         "torch_lawa.cli.average",
         "torch_lawa.offline.multi_process",
         "lawa_lab.recipes.loop",
+        "sklearn.datasets",  # the digits
     ]
 )
 
