@@ -1,5 +1,6 @@
 """What every test shares."""
 
+import gc
 import signal
 
 import pytest
@@ -17,6 +18,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collections_of_garbage() -> None:
+    """What is imported by now is not searched again; Transformers collects in every run."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.report import cifar_rows
+from support.report import cifar_rows, only_figures
 
 from torch_lawa.cli import main
 from torch_lawa.metrics import Row
@@ -179,6 +179,7 @@ def test_a_report_is_a_page_figures_and_json(lawa: Lawa, metrics: Path, tmp_path
     assert {Path(name).suffix for name in figures} == {".png", ".svg"}
 
 
+@only_figures("saving")
 def test_nothing_is_overwritten_unless_asked_and_then_no_old_figure_stays(
     lawa: Lawa, metrics: Path, tmp_path: Path
 ) -> None:
@@ -196,16 +197,19 @@ def test_nothing_is_overwritten_unless_asked_and_then_no_old_figure_stays(
     metrics.write_text(only)
     assert lawa(metrics, "-o", output, "--overwrite")[0] == 0
     left = {p.relative_to(output).as_posix() for p in (output / "figures").iterdir()}
-    assert left < drawn | {"figures/mine.png"}
+    assert {"figures/saving.png", "figures/mine.png"} <= left < drawn | {"figures/mine.png"}
     assert mine.read_bytes() == b"mine"
     assert not any("adam" in name for name in left)
 
 
+ONE_FIGURE = (
+    "from torch_lawa.cli.main import main; from lawa_lab.report.figures import FIGURES; "
+    "[FIGURES.pop(name) for name in [*FIGURES] if name != 'saving']"
+)
+
+
 def run_without(module: str, *words: object) -> subprocess.CompletedProcess[str]:
-    program = (
-        f"import sys; sys.modules[{module!r}] = None; "
-        "from torch_lawa.cli.main import main; main(sys.argv[1:])"
-    )
+    program = f"import sys; sys.modules[{module!r}] = None; {ONE_FIGURE}; main(sys.argv[1:])"
     command = [sys.executable, "-c", program, "report", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -243,6 +247,7 @@ def test_event_files_are_written_beside_the_tables(
     assert "already holds event files. Pass --overwrite" in complained
 
 
+@only_figures("saving")
 def test_json_is_alone_on_stdout(lawa: Lawa, metrics: Path, tmp_path: Path) -> None:
     code, said, _ = lawa(metrics, "--json", "-o", tmp_path / "report")
     told: dict[str, Any] = json.loads(said)
@@ -314,7 +319,8 @@ def test_a_plain_run_comes_before_one_that_wraps_it(tmp_path: Path, lawa: Lawa) 
 def test_the_page_is_written_although_nobody_reads_the_tables(
     words: tuple[str, ...], metrics: Path, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "torch_lawa", "report", metrics, "-o", tmp_path / "out"]
+    command = [sys.executable, "-c", f"{ONE_FIGURE}; main()", "report", metrics]
+    command += ["-o", tmp_path / "out"]
     reader, writer = os.pipe()
     os.close(reader)
     ended = subprocess.run([*command, *words], stdout=writer, stderr=subprocess.PIPE, text=True)
@@ -339,6 +345,7 @@ def test_a_record_of_named_files_is_read_as_one_run_per_file(record: str, lawa: 
     assert same["headline"] == one["headline"]
 
 
+@only_figures("saving", "methods")
 def test_other_methods_stand_beside_the_window(tmp_path: Path, lawa: Lawa, metrics: Path) -> None:
     sgd = [line for line in metrics.read_text().splitlines() if '"sgd"' in line]
     ema = [
@@ -358,6 +365,7 @@ def test_other_methods_stand_beside_the_window(tmp_path: Path, lawa: Lawa, metri
     assert (tmp_path / "report" / "figures" / "methods.png").exists()
 
 
+@only_figures("saving")
 def test_a_new_figure_is_one_entry_of_the_table(tmp_path: Path, lawa: Lawa, metrics: Path) -> None:
     from lawa_lab.report.figures import FIGURES, register_figure
     from lawa_lab.report.figures.axes import Panel

@@ -4,20 +4,19 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import click
 import pytest
+from support.programs import LAWA, Program
+from support.ranks import free_port
 from support.training import rows_of
 
 from lawa_lab.cli.train import command
 from lawa_lab.recipes.registry import RECIPES
 from torch_lawa.cli import main as cli
 
-LAWA = [sys.executable, "-m", "torch_lawa"]
 DIGITS = ["train", "digits", "--smoke", "--seed", "2"]
 
 
@@ -162,45 +161,38 @@ def test_a_sweep_of_the_trajectory_gives_the_rows_of_the_run(
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
 def test_ctrl_c_saves_and_resume_goes_on(tmp_path: Path) -> None:
     long = ["train", "digits", "--epochs", "400", "-o", "run"]
-    process = subprocess.Popen(
-        [*LAWA, *long], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
     metrics = tmp_path / "run" / "metrics.jsonl"
-    try:
+    with Program(LAWA, *long) as process:
         deadline = time.monotonic() + 120
         while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
-    finally:
-        process.kill()
+        _, said = process.communicate()
     assert process.returncode == 130
     assert "checkpoint in run" in said
     assert "--resume" in said
     done = json.loads((tmp_path / "run" / "config.json").read_text())
     assert done["hyperparameters"]["epochs"] == 400
-    again = subprocess.Popen([*LAWA, *long, "--resume"], stdout=subprocess.PIPE, text=True)
-    try:
-        assert again.stdout is not None
+    with Program(LAWA, *long, "--resume") as again:
         assert "digits" in again.stdout.readline()
         assert "Resumed after step" in again.stdout.readline()
-    finally:
-        again.kill()
-        again.communicate()
 
 
-def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    """DDP under torchrun: every process sees its half; the net has no BatchNorm to differ by."""
+def test_two_processes_train_as_one() -> None:
+    """DDP, started as torchrun does: every process sees its half.
+
+    The net has no BatchNorm to differ by.
+    """
     words = ["train", "wikitext103-roberta", "--smoke", "--dropout", "0.0"]
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    for name, start in (("one", ["torch_lawa"]), ("two", [*torchrun, "torch_lawa"])):
-        done = subprocess.run(
-            [sys.executable, "-m", *start, *words, "-o", name],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stderr
+    words += ["--epochs", "2", "--ks", "2"]
+    assert lawa(*words, "-o", "one") == 0
+    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    started = [Program(LAWA, *words, "-o", "two", environ={**port, **rank}) for rank in ranks]
+    for process in started:
+        with process:
+            _, said = process.communicate(timeout=120)
+            assert process.returncode == 0, said
     one, two = rows_of(Path("one")), rows_of(Path("two"))
     assert [row["num_devices"] for row in two] == [2] * len(one)
     for a, b in zip(one, two, strict=True):

@@ -5,7 +5,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.programs import Program
 from support.ranks import free_port, on_ranks
 from support.sharded import refill
 from torch import Tensor, nn
@@ -24,6 +24,10 @@ from torch_lawa import DiskStore, LatestWeightAverager
 from torch_lawa.errors import LayoutError, StoreError
 
 K = 3
+SCRIPT = """
+import json, runpy, sys
+runpy.run_path(sys.argv[1])["train"](*json.loads(sys.argv[2]))
+"""
 
 
 def net() -> nn.Module:
@@ -214,32 +218,17 @@ class Attempts:
         self.folder, self.size = folder, size
         self.attempts: list[int] = []  # the last step that each attempt took over
 
-    def start(self, last: int, **faults: int) -> "list[subprocess.Popen[str]]":
+    def start(self, last: int, **faults: int) -> list[Program]:
         arguments = [str(self.folder), len(self.attempts), self.size, last, faults]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "WORLD_SIZE": "2",
-        }
+        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
         return [
-            subprocess.Popen(
-                [sys.executable, __file__, json.dumps(arguments)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                env={**environment, "RANK": str(rank)},
-            )
+            Program(SCRIPT, __file__, json.dumps(arguments), environ={**environ, "RANK": str(rank)})
             for rank in range(2)
         ]
 
-    def check_start(self, processes: "list[subprocess.Popen[str]]") -> int:
+    def check_start(self, processes: list[Program]) -> int:
         """What both took over is the same, whole, and bit for bit what was collected."""
-        told = []
-        for process in processes:
-            assert process.stdout is not None
-            told.append(json.loads(process.stdout.readline()))
+        told = [json.loads(process.stdout.readline()) for process in processes]
         assert told[0] == told[1]
         last = int(told[0]["num_collected"])
         assert told[0]["steps"] == list(range(max(1, last - K + 1), last + 1))
@@ -256,24 +245,22 @@ class Attempts:
             reference.collect(values(attempt, step, self.size), step=step)
         return digest(reference.average())
 
-    def kill(self, processes: "list[subprocess.Popen[str]]", first: int) -> None:
+    def kill(self, processes: list[Program], first: int) -> None:
         for process in (processes[first], processes[1 - first]):
             process.send_signal(signal.SIGKILL)
             process.wait()
             time.sleep(random.uniform(0.0, 0.05))  # the other gets as far as it can
         for process in processes:
-            assert process.stdout is not None
-            process.stdout.close()
+            process.close()
 
     def check_end(self, last: int) -> None:
         """Left alone, the run goes on to the end."""
         processes = self.start(last)
         self.check_start(processes)
         for process in processes:
-            assert process.stdout is not None
-            found = json.loads(process.stdout.read())
-            process.stdout.close()
-            assert process.wait() == 0
+            found = json.loads(process.communicate()[0])
+            assert process.returncode == 0
+            process.close()
             assert found == {
                 "steps": list(range(last - K + 1, last + 1)),
                 "digest": self.expected(last),
@@ -314,7 +301,3 @@ def test_killed_at_random_moments(size: int, tmp_path: Path) -> None:
         run.kill(processes, attempt % 2)
     assert run.attempts[-1] > run.attempts[1]
     run.check_end(run.attempts[-1] + 100)
-
-
-if __name__ == "__main__":
-    train(*json.loads(sys.argv[1]))

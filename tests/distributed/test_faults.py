@@ -24,6 +24,7 @@ from support.training import run, smoke_plan
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from lawa_lab.recipes.run_folder import RunFolder
 from lawa_lab.recipes.task import Worker
@@ -57,8 +58,8 @@ def found() -> list[dict[str, Any]]:
 
 def messages(rank: int) -> dict[str, str]:
     """What each exchange says when one rank is late, and after that when none is."""
-    patient, hurried = barrier._SHARE, 0.025
-    barrier._AFTER_FAILURE = 1.5
+    patient, hurried = barrier._SHARE, 0.015
+    barrier._AFTER_FAILURE = 0.9
     other = dist.new_group(timeout=timedelta(seconds=30))
     sharded, averager = fully_shard(nn.Linear(4, 4)), LatestWeightAverager(schedule=OnPlateau())
     normed, loader = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), [torch.ones(4, 2)]
@@ -84,7 +85,7 @@ def messages(rank: int) -> dict[str, str]:
         barrier._SHARE = patient if name == "different" else hurried
         dist.barrier()
         if rank == LATE and name != "different":
-            time.sleep(2.2)
+            time.sleep(1.5)
         try:
             act()
         except LawaError as error:
@@ -110,10 +111,10 @@ def test_a_rank_that_hangs_is_named(found: list[dict[str, Any]]) -> None:
         assert said.pop("timeouts") == "60.0 30.0"
         late = f"rank {LATE} of 3 did not reach "
         locations = {
-            "step": "averager.step, call 2 within 1.5 s",
-            "batch norm": "recalibrate_batch_norm of 1 layers within 1.5 s",
-            "total": "messages.<locals>.<lambda> within 1.5 s",
-            "failed": "the barrier after a collective failed within 1.5 s",
+            "step": "averager.step, call 2 within 0.9 s",
+            "batch norm": "recalibrate_batch_norm of 1 layers within 0.9 s",
+            "total": "messages.<locals>.<lambda> within 0.9 s",
+            "failed": "the barrier after a collective failed within 0.9 s",
         }
         for name, location in locations.items():
             assert said[name].startswith(f"{late}{location}"), said[name]
@@ -198,11 +199,13 @@ def stall() -> None:
     time.sleep(150)
 
 
-def launched(*work: Any, world_size: int = 2, **fault: Any) -> "subprocess.CompletedProcess[str]":
-    """This file under torchrun; one rank has a fault at the n-th call of a target."""
+def launched(
+    words: list[str], world_size: int = 2, **fault: Any
+) -> "subprocess.CompletedProcess[str]":
+    """`lawa` under torchrun, by this file; one rank has a fault at the n-th call of a target."""
     fault = {"rank": -1, "target": "", "call": 0, "prepare": "", **fault}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={world_size}", __file__, json.dumps([fault, *work])]
+    command += [f"--nproc-per-node={world_size}", __file__, json.dumps([fault, words])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
 
@@ -221,8 +224,10 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 1))
 
 
-def save_in_a_loop(folder: str, last: int) -> None:
+def save_in_a_loop(rank: int, folder: str, last: int, fault: tuple[int, str, int] | None) -> None:
     """A user's loop: a checkpoint in a new folder after every step; on from the last whole one."""
+    if fault is not None and fault[0] == rank:
+        strike(*fault[1:], end)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     model, averager = fully_shard(net()), LatestWeightAverager(k=K, min_snapshots=1)
     averager.bind(model)
@@ -272,12 +277,12 @@ WRITE, INDEX = "os:fsync", "torch.distributed.checkpoint.filesystem:FileSystem.r
 def test_killed_while_a_user_saves(
     rank: int, target: str, call: int, first: int, tmp_path: Path
 ) -> None:
-    killed(launched("loop", str(tmp_path), 6, rank=rank, target=target, call=call), rank)
+    # Of both ranks, the other one's error may be seen first.
+    with pytest.raises((ProcessExitedException, ProcessRaisedException)):
+        on_ranks(2, save_in_a_loop, str(tmp_path), 6, (rank, target, call), join=False)
     assert len(list(tmp_path.glob("*/.metadata"))) == first - 1
     assert not list(tmp_path.glob("end-*"))
-    again = launched("loop", str(tmp_path), 6)
-    # Not its exit code: rarely PyTorch aborts a process that has left its group.
-    assert len(list(tmp_path.glob("end-*"))) == 2, again.stderr
+    on_ranks(2, save_in_a_loop, str(tmp_path), 6, None, join=False)
     model, snapshots = net(), []
     for step in (4, 5, 6):
         refill(model, step)
@@ -296,7 +301,7 @@ def train(
     """`lawa train`, a checkpoint after every tenth of 56 steps, and a snapshot after 28 and 56."""
     options = ["--smoke", "--device", "cpu", "--epochs", "2", "--ks", "2", "--parallel", parallel]
     saving = ["--save-trajectory", "--save-minutes", "1e-9", "-o", str(path)]
-    return launched("train", ["train", "digits", *options, *saving, *more], **fault)
+    return launched(["train", "digits", *options, *saving, *more], **fault)
 
 
 @pytest.fixture(scope="module")
@@ -382,7 +387,7 @@ def test_lawa_train_is_killed_and_goes_on(
     said = killed(train(run, parallel, rank=rank, target=target, call=call), rank)
     told = [line for line in said.splitlines() if line.startswith("Error: ")]
     assert any(line.startswith(f"Error: rank {rank} of 2 ended") for line in told), said
-    assert all(line.endswith("--resume does that.") for line in told)
+    assert all("--resume" in line for line in told)
     assert saved_step(run) == step
     assert_goes_on(run, undisturbed(parallel), parallel)
 
@@ -506,13 +511,10 @@ def prepare(how: str) -> None:
 if __name__ == "__main__":
     sys.path.insert(0, str(TESTS))
     torch.set_num_threads(1)
-    fault, kind, *work = json.loads(sys.argv[1])
+    fault, words = json.loads(sys.argv[1])
     prepare(fault["prepare"])
     if int(os.environ["RANK"]) == fault["rank"]:
         strike(fault["target"], fault["call"], stall if fault["prepare"] == "stall" else end)
-    if kind == "loop":
-        save_in_a_loop(*work)
-    else:
-        from torch_lawa.cli.main import main
+    from torch_lawa.cli.main import main
 
-        main(*work)
+    main(words)

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,16 @@ from torch_lawa.errors import StateError
 from torch_lawa.metrics import Row
 
 TESTS = str(Path(__file__).parents[1])
+SHORT: dict[str, dict[str, Any]] = {  # steps of shards are slow on CPUs
+    "digits": {"batch_size": 96},  # 4 epochs of 9 steps
+    "cifar100-resnet34": {"epochs": 2, "ks": (2,), "coefficients": ("uniform",)},
+}
 
 
 def train(rank: int, path: str, parallel: str, stop: int, recipe: str) -> str | None:
     """Train a smoke run, or go on with it, until it is stopped."""
     sys.path.insert(0, TESTS)
-    plan = smoke_plan(recipe, lookahead=True, methods=("ema:0.9",))
+    plan = smoke_plan(recipe, lookahead=True, methods=("ema:0.9",), **SHORT.get(recipe, {}))
     worker = choose_worker("cpu")
     options = {"parallel": parallel, "save_trajectory": True}
     try:
@@ -71,10 +76,10 @@ def assert_close(found: list[Row], expected: list[Row]) -> None:
 
 def test_shards_train_as_copies_do_and_resume_bit_for_bit(copies: Path, tmp_path: Path) -> None:
     trained(2, tmp_path / "whole", "fsdp")
-    trained(2, tmp_path / "parts", "fsdp", (30, -1))
+    trained(2, tmp_path / "parts", "fsdp", (13, -1))
     assert_close(rows(tmp_path / "whole"), rows(copies))
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
-    for name in ("averaged.safetensors", "trajectory/step-00000084-epoch-3.safetensors"):
+    for name in ("averaged.safetensors", "trajectory/step-00000027-epoch-3.safetensors"):
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert not list(tmp_path.rglob("*.partial"))
     # The average is whole in its file, whatever the shards.
@@ -88,12 +93,12 @@ def test_shards_train_as_copies_do_and_resume_bit_for_bit(copies: Path, tmp_path
 def test_shards_resume_on_another_number_of_processes(
     world_size: int, copies: Path, tmp_path: Path
 ) -> None:
-    trained(2, tmp_path, "fsdp", (60,))
+    trained(2, tmp_path, "fsdp", (20,))
     before = rows(tmp_path)
     trained(world_size, tmp_path, "fsdp")
     found = rows(tmp_path)
     assert found[: len(before)] == before
-    assert found[-1]["step"] == 112
+    assert found[-1]["step"] == 36
     assert found[-1]["test_loss"] == pytest.approx(rows(copies)[-1]["test_loss"], rel=0.1)
 
 

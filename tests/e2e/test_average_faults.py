@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from support.command import at, end_all, finish, one_process, start
 
 NUM_VALUES = 200_000
-TIMEOUT = 3.0
+TIMEOUT = 2.0
 WORDS: list[object] = ["average", "run", "--last", 2, "-o", "out", "--overwrite"]
 MOMENTS = {
     "planning": "torch_lawa.offline.plan:match_tensors",
@@ -84,7 +84,7 @@ def test_a_rank_that_hangs_is_named(home: Path) -> None:
     before = time.monotonic()
     for ended in finish(started):
         assert ended.code == 1
-        assert "rank 1 of 3 did not reach the end of writing within 3 s" in ended.stderr
+        assert f"rank 1 of 3 did not reach the end of writing within {TIMEOUT:g} s" in ended.stderr
         assert f"(pid {hanging.pid} on " in ended.stderr
     assert time.monotonic() - before < 20 * TIMEOUT
     assert (value(home), is_tidy(home)) == (0.0, True)
@@ -103,7 +103,7 @@ def test_rank_0_hangs(home: Path) -> None:
 def test_a_slow_rank_is_waited_for(home: Path) -> None:
     """For longer than the timeout, as long as it is alive."""
     slow = "import time\nfrom torch_lawa.offline.output_files import SafetensorsSink as S\n"
-    slow += "flush = S.flush\nS.flush = lambda self: (time.sleep(6.0), flush(self))\n"
+    slow += "flush = S.flush\nS.flush = lambda self: (time.sleep(4.0), flush(self))\n"
     ended = finish(start(WORDS, 2, folder=home, timeout=TIMEOUT, hooks={1: slow}))
     assert [e.code for e in ended] == [0, 0], ended
     assert (value(home), is_tidy(home)) == (1.5, True)
@@ -189,10 +189,10 @@ def test_a_rank_that_is_interrupted(home: Path, number: int, rank: int) -> None:
     deadline = time.monotonic() + 30
     while not list(home.glob("out.*.partial/*")) and time.monotonic() < deadline:
         time.sleep(0.02)
-    time.sleep(0.5)
+    time.sleep(0.3)
     for _ in range(2):  # torchrun repeats what the terminal sends
         started[rank].signal(number)
-        time.sleep(0.7)
+        time.sleep(0.4)
     started[1 - rank].signal(signal.SIGCONT)
     ended = finish(started)
     assert (ended[rank].code, ended[rank].stderr) == (130, "Stopped.\n")

@@ -2,12 +2,12 @@
 
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from support.programs import Program
 
 SCRIPT = """
 import hashlib, os, sys, torch
@@ -48,7 +48,7 @@ for step in range(first, 120):
         os.replace(path + ".new", path)
     if len(sys.argv) > 2:
         import time
-        time.sleep(0.02)
+        time.sleep(0.01)
 digest = hashlib.sha256()
 for name, tensor in sorted(averager.average().items()):
     digest.update(name.encode() + tensor.numpy().tobytes())
@@ -56,27 +56,21 @@ print("end", digest.hexdigest(), averager.snapshot_steps, flush=True)
 """
 
 
-def start(path: Path, *more: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(path), *more], stdout=subprocess.PIPE, text=True
-    )
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
 def test_killed_again_and_again(tmp_path: Path) -> None:
-    whole, _ = start(tmp_path / "whole.pt").communicate()
+    with Program(SCRIPT, tmp_path / "whole.pt") as process:
+        whole, _ = process.communicate()
     beginnings = []
     for attempt in range(20):
-        process = start(tmp_path / "killed.pt", "slow")
-        assert process.stdout is not None
-        beginnings.append(int(process.stdout.readline().split()[1]))
-        if attempt < 3:
-            deadline = time.monotonic() + 60
-            while not (tmp_path / "killed.pt").exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
-            time.sleep(random.uniform(0.1, 0.6))
-            process.send_signal(signal.SIGKILL)
-        rest, _ = process.communicate()
+        with Program(SCRIPT, tmp_path / "killed.pt", "slow") as process:
+            beginnings.append(int(process.stdout.readline().split()[1]))
+            if attempt < 3:
+                deadline = time.monotonic() + 60
+                while not (tmp_path / "killed.pt").exists() and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                time.sleep(random.uniform(0.05, 0.3))
+                process.send_signal(signal.SIGKILL)
+            rest, _ = process.communicate()
         if "end" in rest:
             break
     assert rest.splitlines()[-1] == whole.splitlines()[-1]

@@ -4,7 +4,6 @@ Ranks are forked from a server that has imported PyTorch. A hook is Python code 
 first: it kills or stops the rank at a chosen moment.
 """
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -18,12 +17,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from support.ranks import free_port
+from support.ranks import FORKING, free_port
 
-_FORKING = multiprocessing.get_context("forkserver")
-_FORKING.set_forkserver_preload(
-    ["torch", "torch_lawa.cli.average", "torch_lawa.offline.multi_process"]
-)
 _STARTED: "list[Rank]" = []
 
 # At this moment of its work a rank sends itself a signal.
@@ -101,7 +96,7 @@ def start(
     for rank in range(size) if ranks is None else ranks:
         output = Path(tempfile.mkdtemp())
         hook = (hooks or {}).get(rank, "")
-        process = _FORKING.Process(
+        process = FORKING.Process(
             target=_run,
             args=(environ | {"RANK": str(rank)}, str(folder), str(output), hook, words),
         )

@@ -1,6 +1,10 @@
-"""Several gloo processes on this machine, each running one function of a test module."""
+"""Several gloo processes on this machine, each running one function of a test module.
+
+They are forked from a server that has imported PyTorch, which takes each new process two seconds.
+"""
 
 import importlib.util
+import multiprocessing
 import os
 import secrets
 import socket
@@ -14,6 +18,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+FORKING = multiprocessing.get_context("forkserver")
+FORKING.set_forkserver_preload(
+    [
+        "torch",
+        "torch._dynamo",  # which optimizers import when they are made
+        "torch._inductor.config",  # and torch.use_deterministic_algorithms
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "torch_lawa.averager",
+        "torch_lawa.cli.average",
+        "torch_lawa.offline.multi_process",
+        "lawa_lab.recipes.loop",
+        "sklearn.datasets",  # the digits
+    ]
+)
 
 
 def free_port() -> int:
@@ -43,12 +63,19 @@ def on_ranks(
     assert module.__file__ is not None
     # Kept here, as torchrun does: one that a rank keeps ends with it, before the others are done.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environ = os.environ | {  # the server has the environment that it was started in
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(world_size),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
             _work,
-            (world_size, store.port, module.__file__, function.__name__, arguments, folder, join),
+            (environ, module.__file__, function.__name__, arguments, folder, join),
             nprocs=world_size,
-            start_method="spawn",
+            start_method="forkserver",
         )
         return [
             torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
@@ -58,23 +85,14 @@ def on_ranks(
 
 def _work(
     rank: int,
-    world_size: int,
-    port: int,
+    environ: dict[str, str],
     file: str,
     name: str,
     arguments: tuple[Any, ...],
     folder: str,
     join: bool,
 ) -> None:
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
+    os.environ |= environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location("ranked", file)
     assert spec is not None

@@ -5,17 +5,32 @@ rate, so averages behave as they do in training: ahead in the middle, behind at 
 where old weights are far off, level at the end.
 """
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from lawa_lab.report.figures import FIGURES
 from lawa_lab.report.runs import Run
 from torch_lawa.metrics import Row
 
 MAIN_K = 10
 WINDOWS = (MAIN_K, 3, 6, 16)  # the main one first, as a run would write them
+
+
+@contextlib.contextmanager
+def only_figures(*names: str) -> Iterator[None]:
+    """Draw these alone: a test that is about something else need not wait for all of them."""
+    kept = dict(FIGURES)
+    for name in kept.keys() - set(names):
+        del FIGURES[name]
+    try:
+        yield
+    finally:
+        FIGURES.clear()
+        FIGURES.update(kept)
 
 
 def cifar_rows(

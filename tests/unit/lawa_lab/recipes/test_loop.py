@@ -27,12 +27,17 @@ from torch_lawa.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 
-STEPS = 4 * 28  # of the smoke run of the digits
+STEPS = 4 * 9  # of the plan of the digits
+
+
+def digits_plan() -> RunPlan:
+    """Shorter than the smoke run: large batches, so few steps."""
+    return smoke_plan("digits", lookahead=True, batch_size=96)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_runs_in_seconds_and_learns(recipe: str, tmp_path: Path) -> None:
-    outcome = run(smoke_plan(recipe), tmp_path)
+    outcome = run(smoke_plan(recipe, coefficients=("uniform",)), tmp_path)
     assert outcome.finished
     rows = rows_of(tmp_path)
     first, last = (row["train_loss"] for row in (rows[0], rows[-1]))
@@ -45,7 +50,7 @@ def test_every_recipe_runs_in_seconds_and_learns(recipe: str, tmp_path: Path) ->
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("whole")
-    run(smoke_plan("digits", lookahead=True), path, save_trajectory=True)
+    run(digits_plan(), path, save_trajectory=True)
     return path
 
 
@@ -55,19 +60,19 @@ def test_stopped_anywhere_it_goes_on_bit_for_bit(
     stop: int, whole: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("stopped")
-    plan = smoke_plan("digits", lookahead=True)
+    plan = digits_plan()
     outcome = run(plan, path, stop_at=stop, save_trajectory=True)
     assert (outcome.step, outcome.finished) == (stop, False)
     torch.manual_seed(stop)  # whatever the process drew meanwhile
     assert run(plan, path, save_trajectory=True).finished
     assert rows_of(path) == rows_of(whole)
-    for name in ("averaged.safetensors", "trajectory/step-00000084-epoch-3.safetensors"):
+    for name in ("averaged.safetensors", "trajectory/step-00000027-epoch-3.safetensors"):
         assert (path / name).read_bytes() == (whole / name).read_bytes(), name
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "digits"])
 def test_other_recipes_resume_too(recipe: str, tmp_path: Path) -> None:
-    plan = smoke_plan(recipe, epochs=3, ks=(2,))
+    plan = smoke_plan(recipe, epochs=2, ks=(2,), coefficients=("uniform",))
     for path, stop in ((tmp_path / "a", -1), (tmp_path / "b", 4)):
         while not run(plan, path, stop_at=stop).finished:
             stop = -1
@@ -76,15 +81,15 @@ def test_other_recipes_resume_too(recipe: str, tmp_path: Path) -> None:
 
 def test_the_rows_of_a_killed_run_are_made_again(tmp_path: Path, whole: Path) -> None:
     """Killed after an evaluation, the checkpoint is older than the last rows and snapshots."""
-    plan = smoke_plan("digits", lookahead=True)
-    run(plan, tmp_path, stop_at=40, save_trajectory=True)
-    (tmp_path / "trajectory" / "step-00000056-epoch-2.safetensors").write_bytes(b"later")
+    plan = digits_plan()
+    run(plan, tmp_path, stop_at=13, save_trajectory=True)
+    (tmp_path / "trajectory" / "step-00000018-epoch-2.safetensors").write_bytes(b"later")
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 56, "weights": "raw", "test_loss": 9.0}) + '\n{"step": 5')
+        file.write(json.dumps({"step": 18, "weights": "raw", "test_loss": 9.0}) + '\n{"step": 5')
     run(plan, tmp_path, save_trajectory=True)
     assert rows_of(tmp_path) == rows_of(whole)
     assert len(list((tmp_path / "trajectory").iterdir())) == 4
-    load_file(tmp_path / "trajectory" / "step-00000056-epoch-2.safetensors")
+    load_file(tmp_path / "trajectory" / "step-00000018-epoch-2.safetensors")
 
 
 def test_the_average_is_the_mean_of_the_trajectory(whole: Path) -> None:
@@ -149,7 +154,8 @@ def test_snapshots_every_nu_steps(tmp_path: Path) -> None:
 def test_micro_batches_add_up_to_the_batch(tmp_path: Path) -> None:
     """Without BatchNorm: the same gradient but for rounding, in one piece or four."""
     for name, size in (("one", None), ("four", 2)):
-        plan = smoke_plan("wikitext103-roberta", micro_batch_size=size, dropout=0.0, epochs=3)
+        changes = {"micro_batch_size": size, "dropout": 0.0, "epochs": 1, "ks": (1,)}
+        plan = smoke_plan("wikitext103-roberta", **changes)
         run(plan, tmp_path / name)
     one, four = (rows_of(tmp_path / name)[-1] for name in ("one", "four"))
     assert one["valid_loss"] == pytest.approx(four["valid_loss"], rel=1e-4)
@@ -221,7 +227,7 @@ def test_a_step_is_not_cut_in_two_by_ctrl_c(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_at_the_last_step_comes_too_late(tmp_path: Path) -> None:
-    assert run(smoke_plan("digits"), tmp_path, stop_at=STEPS).finished
+    assert run(digits_plan(), tmp_path, stop_at=STEPS).finished
     assert (tmp_path / "averaged.safetensors").exists()
 
 

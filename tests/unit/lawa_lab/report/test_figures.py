@@ -4,7 +4,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from support.report import cifar_rows, cifar_runs, language_runs, run_of
+from support.report import cifar_rows, cifar_runs, language_runs, only_figures, run_of
 
 from lawa_lab.report import figures
 from lawa_lab.report.curves import Metric
@@ -250,6 +250,7 @@ def test_files_are_the_same_whenever_they_are_made(
     assert svg_text(draw_panel(panel)) == svg_text(draw_panel(panel))
 
 
+@only_figures("saving", "runs")
 def test_several_recipes_have_a_folder_each(tmp_path: Path) -> None:
     first = language_runs(evaluations=9)[0]
     second = Run("other/recipe", first.name, first.rows)

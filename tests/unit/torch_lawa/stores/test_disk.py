@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.programs import Program
 
 from torch_lawa import DiskStore, LatestWeightAverager
 from torch_lawa.errors import ConfigError, FormatError, StoreError
@@ -44,16 +45,11 @@ def test_killed_at_any_moment_the_window_is_whole(tmp_path: Path, attempt: int) 
     """SIGKILL in the middle of writing: what was confirmed is there, in order, and it goes on."""
     confirmed = -1
     for _ in range(3):
-        process = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline().strip() == "ready"
-        time.sleep(random.uniform(0.0, 0.08))
-        process.send_signal(signal.SIGKILL)
-        output = process.stdout.read().splitlines()
-        process.wait()
-        process.stdout.close()
+        with Program(WRITER, tmp_path) as process:
+            assert process.stdout.readline().strip() == "ready"
+            time.sleep(random.uniform(0.0, 0.08))
+            process.send_signal(signal.SIGKILL)
+            output = process.stdout.read().splitlines()
         confirmed = max([confirmed, *(int(line) for line in output if line)])
         averager = LatestWeightAverager(k=3, store=DiskStore(tmp_path))
         last = averager.num_collected - 1

@@ -1,5 +1,6 @@
 """A watcher killed before any one of its changes on disk goes on as if nothing had happened."""
 
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from support.watching import Trainer, Watch, Weights, assert_file, folders_of
 CHANGES = {"open", "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.chmod",
            "shutil.rmtree", "ctypes.dlsym"}
 root, name, goes_back = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "back"
+first, apart = int(sys.argv[4]), int(sys.argv[5])
 os.fsync = lambda file: None
 STEPS = (300, 400) if goes_back else (400, 500)  # written while no watcher is there
 
@@ -64,7 +66,7 @@ def states():
             pass
 
 
-for kill_at in itertools.count():
+for kill_at in itertools.count(first, apart):
     shutil.rmtree(root, ignore_errors=True)
     trainer, out = Trainer(root / "run"), root / name
     for step in (100, 200, 300):
@@ -91,11 +93,14 @@ print(kill_at)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="forks")
+@pytest.mark.parametrize("apart", [3, pytest.param(1, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(("name", "way"), [("averaged", "on"), ("averaged.safetensors", "back")])
-def test_killed_before_every_change_on_disk(tmp_path: Path, name: str, way: str) -> None:
+def test_killed_before_changes_on_disk(tmp_path: Path, name: str, way: str, apart: int) -> None:
+    """Before every change, or before every third, from another one on each time."""
     path = [str(Path(__file__).parents[2]), *sys.path]
+    first = random.randrange(apart)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "root"), name, way],
+        [sys.executable, "-c", SCRIPT, tmp_path / "root", name, way, str(first), str(apart)],
         capture_output=True,
         text=True,
         env={"PYTHONPATH": ":".join(path), "PATH": ""},
