@@ -48,7 +48,10 @@ _CALIBRATION_EPOCH = 2**31  # beyond the epochs of any run
 
 @dataclass(frozen=True)
 class Digits:
-    """Images, normalised with the mean and standard deviation of the training half, and labels."""
+    """Labels and images, normalised with mean and deviation of the training images.
+
+    With a validation split, the "test" images are those of the validation split.
+    """
 
     train_images: Tensor
     train_labels: Tensor
@@ -67,22 +70,23 @@ def load_data(config: DigitsConfig) -> Digits:
             "pip install 'torch-lawa[lab]'"
         ) from None
     bunch: Any = load_digits()
-    try:
-        split = train_test_split(
-            torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1).numpy(),
-            bunch.target,
-            test_size=config.test_fraction,
-            random_state=_SPLIT_SEED,
-            stratify=bunch.target,
-        )
-    except ValueError:
-        raise ConfigError(
-            f"test_fraction={config.test_fraction}: both parts of the {len(bunch.target)} digits "
-            "need at least ten, one of each class."
-        ) from None
-    train_images, test_images, train_labels, test_labels = (
-        torch.from_numpy(part) for part in split
-    )
+    images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1).numpy()
+    labels = bunch.target
+    for name in ("test_fraction", "validation_fraction"):
+        fraction = getattr(config, name)
+        if not fraction:
+            continue
+        try:
+            images, held_out, labels, held_out_labels = train_test_split(
+                images, labels, test_size=fraction, random_state=_SPLIT_SEED, stratify=labels
+            )
+        except ValueError:
+            raise ConfigError(
+                f"{name}={fraction}: both parts of the {len(labels)} digits need at least ten, "
+                "one of each class."
+            ) from None
+    train_images, test_images = torch.from_numpy(images), torch.from_numpy(held_out)
+    train_labels, test_labels = torch.from_numpy(labels), torch.from_numpy(held_out_labels)
     mean, deviation = train_images.mean(), train_images.std()
     return Digits(
         (train_images - mean) / deviation,
@@ -116,7 +120,7 @@ def build_model(config: DigitsConfig) -> nn.Sequential:
 
 
 def evaluate(model: nn.Module, data: Digits) -> dict[str, float]:
-    """Mean cross-entropy and accuracy on the held-out half."""
+    """Mean cross-entropy and accuracy on the held-out images."""
     outputs = model(data.test_images)
     correct = int((outputs.argmax(1) == data.test_labels).sum())
     return {
@@ -167,8 +171,11 @@ class DigitsTask:
         return F.cross_entropy(model(images).float(), labels)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """On the held-out half; it is small, so every rank evaluates all of it."""
-        return evaluate(model, self._data)
+        """On the held-out images; they are few, so every rank evaluates all of them."""
+        values = evaluate(model, self._data)
+        if not self._config.validation_fraction:
+            return values
+        return {name.replace("test", "valid"): value for name, value in values.items()}
 
     def _batch(
         self, epoch: int, number: int, rank: int, share: slice = slice(None)
