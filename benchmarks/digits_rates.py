@@ -83,7 +83,9 @@ def main() -> None:
     losses: dict[tuple[str, float], dict[float, list[float]]] = {}
     pairs = [(rate, seed) for rate in RATES for seed in SEEDS]
     with ProcessPoolExecutor(arguments.processes) as pool:
-        for (rate, _), rows in zip(pairs, pool.map(rows_of, *zip(*pairs)), strict=True):
+        for (rate, _), rows in zip(
+            pairs, pool.map(rows_of, *zip(*pairs, strict=True)), strict=True
+        ):
             for row in rows:
                 kept = {name: row[name] for name in row if not name.endswith("seconds")}
                 log.add(kind="row", **kept)
