@@ -19,9 +19,10 @@ from lawa_lab.report.words import (
 __all__ = ["DEFINITIONS", "forecast", "headline", "leads", "notes", "reached"]
 
 DEFINITIONS = (
-    "The frontier compares results, not curves inside one run. The result of an annealed run is its "
-    "raw weights at the last step, and what it spent is its whole length, because the schedule was "
-    "chosen for that length. A constant-rate run has a result at every evaluation: its average.",
+    "The frontier compares results, not curves inside one run. The result of an annealed run is "
+    "its raw weights at the last step, and what it spent is its whole length, because the schedule "
+    "was chosen for that length. A constant-rate run has a result at every evaluation: its "
+    "average.",
     "The budget at equal quality is where the average first is as good as the final value of the "
     "annealed run of the same seed, in percent of that run's length. “Not reached” means that the "
     "average never had that value. Time includes every cost of averaging.",
@@ -31,35 +32,48 @@ DEFINITIONS = (
 
 
 def headline(recipe: str, metric: Metric, frontier: Frontier) -> str:
-    """The saving at the annealed runs' own final quality."""
+    """The saving at the annealed runs' own final quality: the best schedule, then the others."""
     found = frontier.headline
     if found is None:
         return (
             f"{recipe}: there is no average of a constant-rate run with a seed in common with the "
             "annealed runs, so nothing is compared with them."
         )
-    axis = frontier.axis
-    value = say_value(metric, found.saving.target)
-    target = (
-        f"the final {plain(metric.name)} of {found.annealed} runs of "
-        f"{say_count(found.budget, axis)} ({value})"
-    )
+    longest: dict[str, EqualQuality] = {}
+    for row in frontier.equal_quality:
+        if row.main and row.kind == "annealed" and row.annealed != found.annealed:
+            longest[row.annealed] = max(longest.get(row.annealed, row), row, key=_budget)
     begin = f"{recipe}: the average of one constant-rate run"
-    amount = found.saving.on(axis)
-    seeds = say_seeds(found.saving.num_seeds)
-    within = f"within its {say_count(found.trained, axis)}"
+    sentences = [f"{begin} {_at_quality(metric, found, frontier.axis)}"]
+    sentences += [f"It {_at_quality(metric, row, frontier.axis)}" for row in longest.values()]
+    return " ".join(sentences)
+
+
+def _budget(row: EqualQuality) -> float:
+    return row.budget
+
+
+def _at_quality(metric: Metric, row: EqualQuality, axis: Axis) -> str:
+    value = say_value(metric, row.saving.target)
+    target = (
+        f"the final {plain(metric.name)} of {row.annealed} runs of "
+        f"{say_count(row.budget, axis)} ({value})"
+    )
+    seeds = say_seeds(row.saving.num_seeds)
+    within = f"within its {say_count(row.trained, axis)}"
+    amount = row.saving.on(axis)
     if amount is None:
-        return f"{begin} does not reach {target} {within} ({seeds})."
+        return f"does not reach {target} {within} ({seeds})."
     after = say_count(amount.averaged_at.mean, axis)
-    if found.saving.num_both < found.saving.num_seeds:
+    if row.saving.num_both < row.saving.num_seeds:
         return (
-            f"{begin} has {target} after {after} in {found.saving.num_both} of {seeds}, and does "
-            f"not reach it {within} in the others."
+            f"has {target} after {after} in {row.saving.num_both} of {seeds}, and does not reach "
+            f"it {within} in the others."
         )
     percent = amount.percent or 0.0
     less = f"{percent:.0f}% less training" if percent >= 0 else f"{-percent:.0f}% more training"
-    spread = f" ({say_range(amount.averaged_at)} {axis}s by seed)" if amount.saved.sd else ""
-    return f"{begin} has {target} after {after}{spread}: {less}."
+    spread = f" ({say_range(amount.averaged_at)} by seed)" if amount.saved.sd else ""
+    return f"has {target} after {after}{spread}: {less}."
 
 
 def leads(metric: Metric, frontier: Frontier) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from lawa_lab.report import words
+from lawa_lab.report import frontier_words, words
 from lawa_lab.report.curves import Axis, Metric
 from lawa_lab.report.frontier import Frontier, frontier_of
 from lawa_lab.report.runs import Run, Series, main_averages, metrics_of, treatment_rank
@@ -218,7 +218,10 @@ def summarise(runs: Sequence[Run], *, metric: str | None = None, k: int | None =
     told = tuple(recipe for recipe in recipes if recipe.metrics)
     if not told:
         raise FormatError(_nothing(runs, metric))
-    return Report(recipes=told, how=words.definitions([recipe.axis for recipe in told]))
+    how = words.definitions([recipe.axis for recipe in told])
+    if any(metric.frontier for recipe in told for metric in recipe.metrics):
+        how = (*frontier_words.DEFINITIONS, *how)
+    return Report(recipes=told, how=how)
 
 
 def _recipe(recipe: str, runs: list[Run], name: str | None, k: int | None) -> RecipeReport:
