@@ -243,9 +243,10 @@ class _Model:
             return []
         optimizer = run.kind.partition(",")[0]
         named = self._named and series.weights != "schedule-free"
+        label = say_series(replace(series, batch_norm=None))  # the same for all
         drawn = AnytimeCurve(
             run=run.name,
-            label=f"{optimizer}, {say_series(series)}" if named else say_series(series),
+            label=f"{optimizer}, {label}" if named else label,
             peak=run.peak,
             series=series,
             at=tuple(places),
@@ -264,7 +265,7 @@ class _Model:
                 best[key] = point
         names = {point.run for point in best.values()}
         chosen = [replace(point, best_peak=point.run in names) for point in points]
-        return sorted(chosen, key=lambda point: (point.label, point.budget))
+        return sorted(chosen, key=lambda p: (self.runs[p.run].land, p.label, p.budget))
 
     def _with_best_curves(self, curves: list[AnytimeCurve]) -> list[AnytimeCurve]:
         best: dict[tuple[str, Series], AnytimeCurve] = {}

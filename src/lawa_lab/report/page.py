@@ -162,11 +162,13 @@ def _block(scene: Scene, drawing: Drawing) -> dict[str, Any]:
 
 def _swatch(panels: Sequence[Panel], label: str, style: Style | None) -> dict[str, Any]:
     """A sample of the line, or the point, as it is drawn."""
-    if style is None:
-        marker = next(p.marker for panel in panels for p in panel.points if p.label == label)
+    points = {p.label: p.marker for panel in panels for p in panel.points}
+    points |= {line.name: line.marker for panel in panels for line in panel.lines if line.marker}
+    if style is None or label in points:
         outlines = {"o": "M14 6a4 4 0 1 0 8 0a4 4 0 1 0-8 0", "s": "M14 2h8v8h-8z"}
-        outline = outlines.get(marker, "M18 1l5 5l-5 5l-5-5z")
-        return {"path": outline, "colour": INK, "width": "2", "dashes": None}
+        outline = outlines.get(points[label], "M18 1l5 5l-5 5l-5-5z")
+        colour = INK if style is None else style.colour
+        return {"path": outline, "colour": colour, "width": "2", "dashes": None}
     dashes = (
         _DASHES[style.dashes]
         if isinstance(style.dashes, str)

@@ -1,5 +1,6 @@
 """Tables of strings for the page, and those of the frontier."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lawa_lab.report import frontier_words, words
@@ -22,8 +23,12 @@ class PageTable:
 def frontier_tables(metric: Metric, frontier: Frontier, folded: bool) -> list[PageTable]:
     """Quality at equal budget, budget at equal quality, what runs spent, and forecasts."""
     tables = [_equal_budget(metric, frontier, folded)]
-    if frontier.equal_quality:
-        tables.append(_equal_quality(metric, frontier, folded))
+    main = [row for row in frontier.equal_quality if row.main]
+    others = [row for row in frontier.equal_quality if not row.main]
+    if main:
+        tables.append(_equal_quality(metric, frontier, main, "", folded))
+    if others:
+        tables.append(_equal_quality(metric, frontier, others, ", other averages", True))
     tables += [_by_seed(metric, frontier), _spent(metric, frontier)]
     if frontier.forecasts:
         tables.append(_forecasts(metric, frontier))
@@ -62,19 +67,22 @@ def _equal_budget(metric: Metric, frontier: Frontier, folded: bool) -> PageTable
             ]
             lines.append([row.label, *cells])
         groups.append((text, lines))
-    caption = f"Quality at equal budget: {words.plain(metric.name)} (✓: best of the column)"
+    caption = (
+        f"Quality at equal budget: {words.plain(metric.name)} (± deviation over seeds; ✓: best)"
+    )
     return PageTable(caption, _budget_head(frontier), groups, folded)
 
 
-def _equal_quality(metric: Metric, frontier: Frontier, folded: bool) -> PageTable:
+def _equal_quality(
+    metric: Metric, frontier: Frontier, rows: Sequence[EqualQuality], which: str, folded: bool
+) -> PageTable:
     """One group per average: what it took to have the final quality of each annealed run."""
     axis = frontier.axis
-    rows = frontier.equal_quality
     timed = any(row.saving.seconds for row in rows)
     hours = any(row.saving.gpu_hours for row in rows)
     head = ["annealed run", "final value", f"its {axis}s", f"average has it at {axis} (seeds)"]
     head += [f"{axis}s saved", "in %", *["time saved"] * timed, *["GPU-hours saved"] * hours]
-    labels = dict.fromkeys(row.average for row in sorted(rows, key=lambda row: not row.main))
+    labels = dict.fromkeys(row.average for row in rows)
     groups: list[tuple[str | None, list[list[str]]]] = []
     for label in labels:
         lines = []
@@ -82,7 +90,8 @@ def _equal_quality(metric: Metric, frontier: Frontier, folded: bool) -> PageTabl
             if row.average == label:
                 lines.append(_quality_cells(metric, frontier, row, timed=timed, hours=hours))
         groups.append((label, lines))
-    return PageTable(f"Budget at equal quality: {words.plain(metric.name)}", head, groups, folded)
+    caption = f"Budget at equal quality{which}: {words.plain(metric.name)}"
+    return PageTable(caption, head, groups, folded)
 
 
 def _quality_cells(

@@ -229,8 +229,8 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
         groups.setdefault(key, []).append(row)
     found = []
     for (recipe, name, budget, peak), own in groups.items():
-        alike = [key for key in groups if key[:2] == (recipe, name)]
-        lengths, peaks = ({key[i] for key in alike} for i in (2, 3))
+        lengths = {key[2] for key in groups if key[:2] == (recipe, name)}
+        peaks = {key[3] for key in groups if key[:3] == (recipe, name, budget)}
         full = name
         if len(lengths) > 1 and budget is not None:
             full += f", {budget:g} epochs"

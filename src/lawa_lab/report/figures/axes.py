@@ -265,7 +265,9 @@ def _scale(axes: "Axes", panel: Panel) -> None:
     elif panel.log:
         axes.set_yscale("log")
         low, high = panel.y_limits or (1.0, 10.0)
-        subs = (1.0, 2.0, 5.0) if high < 1e3 * low else (1.0,)
+        subs: tuple[float, ...] = (1.0, 2.0, 5.0) if high < 1e3 * low else (1.0,)
+        if high < 5.0 * low:
+            subs = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
         axes.yaxis.set_major_locator(ticker.LogLocator(base=10, subs=subs))
         axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
         axes.yaxis.set_minor_locator(ticker.NullLocator())

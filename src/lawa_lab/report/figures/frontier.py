@@ -22,7 +22,7 @@ _OTHERS: tuple[tuple[str, Dashes], ...] = (
     ("#009e73", "--"), ("#882255", "-."), ("#999933", (0, (1, 1))), ("#332288", (0, (5, 1, 1, 1))),
     ("#44aa99", "--"), ("#555555", "-."),
 )  # fmt: skip
-_QUIET = "#8a949e"
+_QUIET, _FAINT = "#7d8791", "#aab3bb"
 _WIDE = 4.0  # budgets that span more than this factor have a logarithmic axis
 
 
@@ -64,8 +64,8 @@ def _panel(scene: Scene, metric: Metric, frontier: Frontier) -> Panel:
     )
     limits, y_log = _limits(metric, [*points, *curves], first)
     return Panel(
-        title=plain(metric.name),
-        x_label=f"{say_axis(frontier.axis)} of training{_seeds(frontier)}",
+        title=f"{plain(metric.name)}{_seeds(frontier)}",
+        x_label=f"{say_axis(frontier.axis)} of training",
         lines=(envelope, *curves, *points),
         percent=metric.name.endswith("accuracy"),
         log=y_log,
@@ -74,7 +74,7 @@ def _panel(scene: Scene, metric: Metric, frontier: Frontier) -> Panel:
         x_limits=(begin, end * (1.06 if log else 1.03)),
         y_limits=limits,
         arrow=_arrow(frontier),
-        text_at=(0.03, 0.05) if metric.better == "lower" else (0.97, 0.05),
+        text_at=(0.6, 0.04) if metric.better == "lower" else (0.97, 0.05),
     )
 
 
@@ -91,7 +91,7 @@ def _points(metric: Metric, frontier: Frontier) -> list[Line]:
         if better:
             lines.append(
                 Line(
-                    label=f"{label}, its average",
+                    label="average of an annealed run, where it is better",
                     style=Style(colour=colour, layer=4.9),
                     at=tuple(p.budget for p in better),
                     mean=tuple(p.average.mean if p.average else None for p in better),
@@ -129,7 +129,7 @@ def _curves(metric: Metric, frontier: Frontier) -> list[Line]:
             if best is None or metric.beats(curve.mean[-1], best.mean[-1]):
                 others[key] = curve
     raw = [curve for curve in shown if not curve.series.averaged][:1]
-    lines = [_line(curve, Style(colour=_QUIET, width=1.2, layer=1.8)) for curve in raw]
+    lines = [_line(curve, Style(colour=_FAINT, width=0.9, layer=1.8)) for curve in raw]
     for index, curve in enumerate(others.values()):
         colour, dashes = _OTHERS[index % len(_OTHERS)]
         lines.append(_line(curve, Style(colour=colour, dashes=dashes, width=1.5, layer=3.2)))
@@ -160,7 +160,7 @@ def _limits(
     values = [
         value
         for line in lines
-        if line.style.colour != _QUIET
+        if line.style.colour != _FAINT
         for series in (line.mean, line.low, line.high)
         for at, value in zip(line.at, series, strict=False)
         if value is not None and at >= begin
@@ -211,4 +211,4 @@ def _seeds(frontier: Frontier) -> str:
     if counts == {1}:
         return ""
     number = str(max(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
-    return f" (mean and range of {number} seeds)"
+    return f", {number} seeds"

@@ -1,13 +1,23 @@
 """Annealed runs of several lengths against the averages of constant-rate runs."""
 
+import io
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from support.report import frontier_rows
 
+from lawa_lab.cli.report_tables import show_report
+from lawa_lab.report import frontier_words
+from lawa_lab.report.curves import Metric
+from lawa_lab.report.figures import drawings
+from lawa_lab.report.figures.files import draw
+from lawa_lab.report.figures.scene import Scene
 from lawa_lab.report.frontier import Frontier
+from lawa_lab.report.page import render_page
 from lawa_lab.report.runs import Run, load_runs
 from lawa_lab.report.summary import Report, summarise
 from torch_lawa.metrics import Row
@@ -213,3 +223,79 @@ def test_a_frontier_is_json(tmp_path: Path) -> None:
     found = json.loads(json.dumps(report.as_dict()))["recipes"][0]["metrics"][0]["frontier"]
     assert found["headline"]["saving"]["num_both"] == 0
     assert found["equal_budget"][0]["by_seed"]["1"][0] > 1
+
+
+def test_the_headline_is_about_every_schedule_and_names_what_was_lost(frontier: Frontier) -> None:
+    loss = Metric("test_loss", "lower")
+    text = frontier_words.headline("toy", loss, frontier)
+    assert "does not reach the final test loss of 25% linear decay runs of 32 epochs" in text
+    assert "cosine runs of 32 epochs (1.0503) after 20 epochs: 38% less" in text
+    assert "behind the best annealed run at 8 (by 0.013, 2 of 2 seeds), 16" in (
+        frontier_words.leads(loss, frontier)
+    )
+    (row,) = (r for r in frontier.equal_quality if (r.annealed, r.budget) == ("cosine", 32))
+    assert frontier_words.reached(row, "epoch") == "20 (20, 20)"
+    assert frontier.headline is not None
+    assert frontier_words.reached(frontier.headline, "epoch") == "not reached"
+    assert "rank correlation 1.00, 6 branches" in frontier_words.forecast(
+        loss, frontier.forecasts[0]
+    )
+
+
+def test_the_figure_has_points_curves_direct_labels_and_a_log_axis(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, [row for row in frontier_rows(budgets=(4, 8, 32)) if not row["land"]])
+    report = summarise(runs)
+    drawing = drawings(Scene(report.recipes[0], runs))[0]
+    assert drawing.kind.name == "frontier"
+    panel = drawing.panels[1]
+    assert panel.title == "test loss, 2 seeds"
+    assert (panel.x_log, panel.x_ticks) == (True, (4, 8, 32))
+    lines = {line.end_label: line for line in panel.lines if line.end_label}
+    assert lines["cosine"].marker
+    assert lines["cosine"].at == (4, 8, 32)
+    assert not lines["average, k = 4"].marker
+    assert panel.arrow is not None
+    assert (panel.arrow.begin, panel.arrow.end) == (32, 20)
+    assert "38% less training" in panel.arrow.text
+    _, axes = draw(drawing).axes
+    assert axes.get_xscale() == "log"
+    texts = {text.get_text() for text in axes.texts}
+    assert {"cosine", "average, k = 4"} <= texts
+    assert "raw weights" not in texts  # far off: it leaves the panel
+
+
+def test_budgets_that_are_close_have_a_linear_axis(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, frontier_rows(budgets=(16, 32)))
+    panels = drawings(Scene(summarise(runs).recipes[0], runs))[0].panels
+    assert not any(panel.x_log for panel in panels)
+
+
+def test_the_page_begins_with_the_frontier_and_goes_on_inside_one_run(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, frontier_rows(budgets=(8, 32)))
+    page = render_page(runs, summarise(runs), title="Frontier")
+    for first, second in itertools.pairwise(
+        [
+            '<p class="finding">toy: the average of one constant-rate run does not reach',
+            "Quality at equal budget: test accuracy",
+            "Budget at equal quality: test accuracy",
+            "not reached",
+            "seed by seed",
+            "Does the average forecast the result of a decay?",
+            "What averaging saved inside one run",
+        ]
+    ):
+        assert page.index(first) < page.index(second)
+    assert page.count('class="finding"') == 1
+    assert "Run against run" not in page
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_tables_fit_the_terminal(tmp_path: Path, width: int) -> None:
+    report = report_on(tmp_path, frontier_rows())
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    show_report(report, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(len(line) <= width for line in text.splitlines())
+    for part in ("Quality at equal budget", "Budget at equal quality", "not reached", "Forecast"):
+        assert part in text
+    assert text.index("Budget at equal quality") < text.index("Inside one run")
