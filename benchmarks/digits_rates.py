@@ -26,14 +26,14 @@ from lawa_lab.recipes.task import Worker
 from torch_lawa.metrics import Row, read_metrics
 
 BUDGETS = (6, 12, 24, 48)
-RATES = (0.1, 0.2, 0.4, 0.8)
-SEEDS = range(10, 18)  # not those of the demo
-HORIZONS = (0.25, 0.33, 0.5)
+RATES = (0.05, 0.1, 0.2, 0.4, 0.8)
+SEEDS = (10, 11, 12)  # not those of the demo
+HORIZONS = (0.1, 0.25, 0.33, 0.5, 0.67)
 K = 16
 BASE = DigitsConfig(
     validation_fraction=0.3, batch_norm=("re-estimated",), evaluate_every=6, ks=(K,), horizon=0.25
 )
-RIVALS = ("ema:0.99", "growing-ema:0.25")
+RIVALS = ("ema:0.99", "ema:0.995", "growing-ema:0.1", "growing-ema:0.25")
 
 
 def configs(rate: float) -> Iterator[DigitsConfig]:
@@ -77,11 +77,13 @@ def name_of(row: Row) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/bench-digits-rates"))
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES)
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     log = Log(arguments.out)
     losses: dict[tuple[str, float], dict[float, list[float]]] = {}
-    pairs = [(rate, seed) for rate in RATES for seed in SEEDS]
+    pairs = [(rate, seed) for seed in arguments.seeds for rate in arguments.rates]
     with ProcessPoolExecutor(arguments.processes) as pool:
         for (rate, _), rows in zip(
             pairs, pool.map(rows_of, *zip(*pairs, strict=True)), strict=True
