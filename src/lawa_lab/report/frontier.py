@@ -32,6 +32,7 @@ __all__ = [
 
 Kind: TypeAlias = Literal["annealed", "annealed average", "anytime", "raw"]
 
+_FREE = "schedule-free"  # optimizers whose own average is the method, and the name of its rows
 _AXES: tuple[Axis, ...] = ("epoch", "step", "seconds", "gpu_hours")
 
 
@@ -166,7 +167,7 @@ class _Model:
         self.metric, self.axis, self.k = metric, axis, k
         self.runs = {run.name: run for run in runs}
         optimizers = {run.kind.partition(",")[0] for run in runs if run.annealed or run.anytime}
-        self._named = len(optimizers) > 1
+        self._named = len({name for name in optimizers if not name.startswith(_FREE)}) > 1
         self.unfinished: list[str] = []
         points = [point for run in runs if run.annealed for point in self._points(run)]
         curves = [curve for run in runs if run.anytime for curve in self._curves(run)]
@@ -215,17 +216,11 @@ class _Model:
     def _curves(self, run: Run) -> list[AnytimeCurve]:
         """Raw weights, then every average of the run that is not a second treatment of another."""
         averages = main_averages(run, self.metric, self.k)
-        if any(series.weights == "schedule-free" for series in averages):
-            averages = [series for series in averages if series.weights == "schedule-free"]
+        free = [series for series in averages if series.weights == _FREE]
+        if free:
+            return [curve for series in free for curve in self._curve(run, series)]
         treatments = {series.batch_norm for series in averages[:1]}
-        others = [
-            series
-            for series in run.series
-            if series.averaged
-            and series.batch_norm in treatments
-            and run.has(series, self.metric)
-            and (series.weights == "schedule-free") == (averages[0].weights == "schedule-free")
-        ]
+        others = [s for s in run.series if s.averaged and s.batch_norm in treatments]
         raw = baseline_of(run, averages[0], self.metric, "alike") if averages else Series()
         wanted = dict.fromkeys([*averages, *others, *([raw] if raw else [])])
         return [curve for series in wanted for curve in self._curve(run, series)]
@@ -242,7 +237,7 @@ class _Model:
         if not places:
             return []
         optimizer = run.kind.partition(",")[0]
-        named = self._named and series.weights != "schedule-free"
+        named = self._named and series.weights != _FREE
         label = say_series(replace(series, batch_norm=None))  # the same for all
         drawn = AnytimeCurve(
             run=run.name,
