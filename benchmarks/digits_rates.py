@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from record import Log
 
@@ -30,7 +31,10 @@ RATES = (0.05, 0.1, 0.2, 0.4)
 SEEDS = (10, 11, 12)  # not those of the demo
 HORIZONS = (0.25, 0.33, 0.5)
 K = 16
-PLAIN = {"max_shift": 0, "noise": 0.0}  # the demo's images are neither shifted nor noisy
+PLAIN: dict[str, Any] = {
+    "max_shift": 0,
+    "noise": 0.0,
+}  # the demo's images are neither shifted nor noisy
 BASE = DigitsConfig(
     validation_fraction=0.3, batch_norm=("re-estimated",), evaluate_every=6, ks=(K,), horizon=0.25
 )

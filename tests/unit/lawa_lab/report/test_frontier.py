@@ -173,6 +173,35 @@ def test_with_several_peaks_each_side_has_its_best_one(tmp_path: Path) -> None:
     assert inside == {"sgd, constant rate, rate 0.2", "sgd, 16 epochs, rate 0.2"}
 
 
+def test_schedule_free_is_one_curve_and_does_not_make_the_optimizer_worth_naming(
+    tmp_path: Path,
+) -> None:
+    rows = frontier_rows(budgets=(8, 16))
+    free = {"run": "schedule-free-sgd", "k": None, "coefficients": None}
+    rows += [
+        {**row, **free, "weights": "schedule-free" if row["k"] else "raw"}
+        for row in rows
+        if row["run"] == "sgd, constant rate"
+    ]
+    frontier = frontier_in(report_on(tmp_path, rows))
+    assert {c.label for c in frontier.curves} == {"average, k = 4", "raw weights", "schedule-free"}
+    assert {p.label for p in frontier.annealed} == {"cosine", "25% linear decay"}
+
+
+def test_rows_of_a_sweep_join_the_only_run_of_their_name(tmp_path: Path) -> None:
+    rows = [row for row in frontier_rows(budgets=(8,), seeds=(0,)) if row["run"] == "sgd"]
+    plan = ("schedule", "land", "budget_epochs", "peak_learning_rate", "train_seconds")
+    swept = [
+        {**{k: v for k, v in row.items() if k not in plan}, "k": 2, "run": "sgd"}
+        for row in rows
+        if row["k"]
+    ]
+    (tmp_path / "sweep.jsonl").write_text("".join(json.dumps(row) + "\n" for row in swept))
+    runs_of(tmp_path, rows)
+    (run,) = load_runs([tmp_path / "runs", tmp_path / "sweep.jsonl"])
+    assert {series.k for series in run.series} == {None, 4, 2}
+
+
 def test_rows_without_their_peak_have_the_highest_rate_of_their_run(tmp_path: Path) -> None:
     rows = frontier_rows(budgets=(8, 16), peaks=(0.2, 0.1))
     runs = runs_of(tmp_path, rows)
