@@ -96,7 +96,7 @@ def show_progress(
     lengths = ", ".join(map(str, budgets))
     console.print(
         f"A small convolutional network learns scikit-learn's digits with {len(seeds)} seeds. One "
-        f"run at a constant rate, averaged over the last third of the training so far, against "
+        f"run at a constant rate, averaged over the last quarter of the training so far, against "
         f"annealed runs (cosine to zero) of {lengths} epochs, each schedule with the peak rate "
         "that is best for it on validation images.\n"
     )

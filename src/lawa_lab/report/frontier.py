@@ -106,6 +106,7 @@ class EqualQuality:
     average: str
     main: bool
     trained: float  # where the constant-rate run ends
+    cheapest: float  # the shortest annealed run, of any schedule, that is as good in the mean
     saving: Saving  # each seed with its own target; averaged_at is None where it was not reached
 
 
@@ -405,6 +406,11 @@ class _Model:
                     num_seeds=len(leads),
                 )
 
+    def _cheapest(self, point: AnnealedRun, kind: Kind) -> float:
+        value = point.average if kind == "annealed average" and point.average else point.raw
+        alike = [p for p in self.annealed if self.metric.reaches(p.raw.mean, value.mean)]
+        return min([point.budget, *(p.budget for p in alike)])
+
     def _equal(self, point: AnnealedRun, curve: AnytimeCurve, kind: Kind) -> list[EqualQuality]:
         """Nothing if the two have no seed in common."""
         annealed, anytime = self.runs[point.run], self.runs[curve.run]
@@ -431,6 +437,7 @@ class _Model:
             average=curve.label,
             main=curve.main,
             trained=curve.at[-1],
+            cheapest=self._cheapest(point, kind),
             saving=Comparison(self.metric, self.axis, ends, averages).final,
         )
         return [found]

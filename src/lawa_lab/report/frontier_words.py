@@ -73,7 +73,14 @@ def _at_quality(metric: Metric, row: EqualQuality, axis: Axis) -> str:
     percent = amount.percent or 0.0
     less = f"{percent:.0f}% less training" if percent >= 0 else f"{-percent:.0f}% more training"
     spread = f" ({say_range(amount.averaged_at)} by seed)" if amount.saved.sd else ""
-    return f"has {target} after {after}{spread}: {less}."
+    return f"has {target} after {after}{spread}: {less}{_cheaper(row, axis)}."
+
+
+def _cheaper(row: EqualQuality, axis: Axis) -> str:
+    """That a shorter annealed run is as good, so that less is saved against a well-chosen length."""
+    if row.cheapest >= row.budget:
+        return ""
+    return f" (but annealed runs of {say_count(row.cheapest, axis)} are as good)"
 
 
 def leads(metric: Metric, frontier: Frontier) -> str:

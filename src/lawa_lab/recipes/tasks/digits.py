@@ -7,8 +7,8 @@ harder case for averaging: its decay already reduces the noise of the raw weight
 rate does not. The rate of 0.2 was chosen for the *raw* weights: their final loss was 0.044, 0.034,
 0.026, 0.027 and 0.027 with rates of 0.02, 0.05, 0.1, 0.2 and 0.4 (savings grow with the rate).
 `benchmarks/digits.py` reproduces these figures; the metrics are in
-`results/2026-11-15-digits-loop`. `lawa demo` trains without shifts and noise, with rates of its
-own: `results/2026-11-16-digits-frontier`.
+`results/2026-11-15-digits-loop`. `lawa demo` trains without shifts, with rates of its own:
+`results/2026-11-16-digits-frontier`.
 
 Mean test loss over seeds 0, 1 and 2, by the source of the BatchNorm statistics:
 

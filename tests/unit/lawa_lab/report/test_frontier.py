@@ -140,6 +140,18 @@ def test_the_lead_at_equal_budget_is_over_the_best_annealed_run_there(frontier: 
     assert (first.num_ahead, first.num_seeds) == (0, 2)
 
 
+def test_a_shorter_annealed_run_that_is_as_good_is_named(tmp_path: Path) -> None:
+    rows = [row for row in frontier_rows(budgets=(8, 16, 32)) if not row["land"]]
+    for row in rows:
+        if row["run"] == "sgd" and row["budget_epochs"] == 32:
+            row["test_loss"] += 0.06  # worse than 16 epochs
+    frontier = frontier_in(report_on(tmp_path, rows))
+    assert frontier.headline is not None
+    assert (frontier.headline.budget, frontier.headline.cheapest) == (32, 16)
+    said = frontier_words.headline("toy", Metric("test_loss", "lower"), frontier)
+    assert "annealed runs of 16 epochs are as good" in said
+
+
 def test_averages_forecast_the_landings_that_start_there(frontier: Frontier) -> None:
     (forecast,) = frontier.forecasts
     assert (forecast.annealed, forecast.peak, len(forecast.branches)) == (
