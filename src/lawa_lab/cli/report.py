@@ -80,8 +80,8 @@ def command(
 
     METRICS are files of metrics or folders. A folder stands for the metrics.jsonl files in and
     below it; if there are none, for its other .jsonl files with rows of weights, each a run of its
-    own. Seeds of one run are combined, and runs of one recipe are compared with each other; annealed
-    runs of several lengths and averages of constant-rate runs as a frontier.
+    own. Seeds of one run are combined, and runs of one recipe are compared with each other:
+    annealed runs of several lengths and averages of constant-rate runs as a frontier.
     """
     from lawa_lab.report.rows import find_files
     from lawa_lab.report.runs import load_runs

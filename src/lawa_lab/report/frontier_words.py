@@ -77,7 +77,7 @@ def _at_quality(metric: Metric, row: EqualQuality, axis: Axis) -> str:
 
 
 def _cheaper(row: EqualQuality, axis: Axis) -> str:
-    """That a shorter annealed run is as good, so that less is saved against a well-chosen length."""
+    """That a shorter annealed run is as good, so that less is saved against the right length."""
     if row.cheapest >= row.budget:
         return ""
     return f" (but annealed runs of {say_count(row.cheapest, axis)} are as good)"

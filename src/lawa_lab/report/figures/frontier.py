@@ -74,7 +74,7 @@ def _panel(scene: Scene, metric: Metric, frontier: Frontier) -> Panel:
         x_limits=(begin, end * (1.06 if log else 1.03)),
         y_limits=limits,
         arrow=_arrow(frontier),
-        text_at=(0.6, 0.04) if metric.better == "lower" else (0.97, 0.05),
+        text_at=(0.66, 0.04) if metric.better == "lower" else (0.97, 0.05),
     )
 
 
