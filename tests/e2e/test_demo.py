@@ -189,7 +189,7 @@ def test_ctrl_c_keeps_the_metrics_so_far(tmp_path: Path) -> None:
     output = tmp_path / "run"
     metrics = output / "seed-0" / "constant" / METRICS
     process = subprocess.Popen(
-        [*LAWA, "demo", "--epochs", "500", "-o", str(output)],
+        [*LAWA, "demo", "--epochs", "31", "-o", str(output)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -56,7 +56,7 @@ _ANNEALED: dict[str, Any] = {"schedule": "cosine", "learning_rate": 0.1}
 @click.option(
     "--epochs",
     type=click.IntRange(min=1),
-    default=48,
+    default=32,
     show_default=True,
     help="Epochs of the longest runs; annealed runs are also trained for 1/8, 1/4 and 1/2 of them.",
 )
@@ -109,7 +109,7 @@ def _planned(k: int, budgets: list[int], seed: int, output: Path) -> list["Budge
     from lawa_lab.recipes.run_folder import RunPlan
 
     runs: list[BudgetedRun] = []
-    often = max(1, budgets[-1] // 24)  # an evaluation takes longer than an epoch
+    often = max(1, budgets[-1] // 16)  # an evaluation takes longer than an epoch
     for settings in (
         {**_CONSTANT, "evaluate_every": often},
         {**_ANNEALED, "evaluate_every": budgets[-1]},
