@@ -164,6 +164,12 @@ def _show(folders: list[Path], output: Path, begin: float, *, as_json: bool) -> 
         console.print(equal_quality_table(metric, frontier))
     for text in findings:
         console.print(f"{text}\n", style="bold", markup=False)
+    for _, frontier in frontiers[:1]:
+        total = sum(point.budget for point in frontier.annealed)
+        console.print(
+            f"One run of {frontier.budgets[-1]:g} epochs has all results of the average; the "
+            f"annealed runs took {total:g} epochs together.\n"
+        )
     console.print("Where averaging helps and where it does not:")
     for text in lost:
         say(console, text, bullet="- ")
