@@ -69,7 +69,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["nonsense"], ["demo", "--k", "0"], ["demo", "--epochs", "3"], ["--nonsense"]]
+    "arguments", [["nonsense"], ["demo", "--k", "0"], ["demo", "--epochs", "0"], ["--nonsense"]]
 )
 def test_a_mistake_on_the_command_line_is_2(
     arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path

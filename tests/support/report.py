@@ -88,6 +88,57 @@ def language_rows(
     return rows
 
 
+def frontier_rows(
+    *,
+    budgets: Sequence[int] = (8, 16, 32),
+    seeds: Sequence[int] = (0, 1),
+    peaks: Sequence[float] = (0.1,),
+) -> list[Row]:
+    """One constant-rate run, cosine runs of several lengths, and landings branched off it.
+
+    Values are simple functions, so that every number of a report can be worked out: the loss of the
+    average is 1 + 1 / epoch, that of cosine runs 1 + 1.6 / epochs, that of landings 1 + 0.9 /
+    epochs, and raw weights at a constant rate stay 0.5 above their average. A seed adds 1% of its
+    number, and another peak than the first adds 0.02.
+    """
+    rows: list[Row] = []
+
+    def add(seed: int, peak: float, epoch: int, excess: float, weights: str, **facts: Any) -> None:
+        loss = 1.0 + excess * (1.0 + 0.01 * seed) + (0.0 if peak == peaks[0] else 0.02)
+        averaged = weights == "averaged"
+        rows.append(
+            {
+                "recipe": "toy", "seed": seed, "epoch": epoch, "step": 10 * epoch,
+                "peak_learning_rate": peak, "train_seconds": 2.0 * epoch,
+                "collect_seconds": 0.1 * epoch, "weights": weights, "k": 4 if averaged else None,
+                "coefficients": "uniform" if averaged else None, "batch_norm": None,
+                "test_loss": loss, "test_accuracy": round(1.0 - loss / 4.0, 6),
+                "evaluate_seconds": 0.0,
+                "num_devices": 1, **facts,
+            }
+        )  # fmt: skip
+
+    constant = {"run": "sgd, constant rate", "schedule": "constant", "land": 0.0}
+    landing = {"run": "sgd, constant rate, landing 0.25", "schedule": "constant", "land": 0.25}
+    for seed in seeds:
+        for peak in peaks:
+            for epoch in range(1, max(budgets) + 1):
+                own = {**constant, "budget_epochs": max(budgets)}
+                add(seed, peak, epoch, 0.5 + 1.0 / epoch, "raw", **own)
+                add(seed, peak, epoch, 1.0 / epoch, "averaged", **own)
+            for budget in budgets:
+                own = {"run": "sgd", "schedule": "cosine", "land": 0.0, "budget_epochs": budget}
+                for epoch in range(1, budget + 1):
+                    late = 2.0 * (budget - epoch) / budget
+                    add(seed, peak, epoch, late + 1.6 / budget, "raw", **own)
+                    add(seed, peak, epoch, late + 1.7 / budget, "averaged", **own)
+                own = {**landing, "budget_epochs": budget}
+                for epoch in range(round(0.75 * budget) + 1, budget + 1):
+                    late = 2.0 * (budget - epoch) / budget
+                    add(seed, peak, epoch, late + 0.9 / budget, "raw", **own)
+    return rows
+
+
 def run_of(rows: Sequence[Row]) -> Run:
     """Rows of one recipe and optimizer as a run."""
     first = rows[0]

@@ -1,4 +1,4 @@
-"""`lawa demo`: `lawa train digits` with three seeds, then the report on them."""
+"""`lawa demo`: the frontier on the digits, with three seeds, then the report on it."""
 
 import contextlib
 import dataclasses
@@ -13,15 +13,21 @@ import click
 from torch_lawa.errors import ConfigError, LawaError
 
 if TYPE_CHECKING:
-    from lawa_lab.recipes.catalog.digits import DigitsConfig
+    from lawa_lab.recipes.budgets import BudgetedRun
     from lawa_lab.report.runs import Run
     from lawa_lab.report.summary import Report
 
 __all__ = ["command"]
 
 _NUM_SEEDS = 3
-_CONFIG, _FIGURE = "demo.json", "savings"
+_CONFIG, _FIGURE = "demo.json", "frontier"
 _RUNS = "seed-*"
+_SHARES = (1 / 8, 1 / 4, 1 / 2, 1)  # of the longest budget
+# Noisy images, not shifted. Rates and horizon were chosen on a validation split: see
+# results/2026-11-16-digits-frontier.
+_SETTINGS: dict[str, Any] = {"max_shift": 0, "horizon": 0.25}
+_CONSTANT: dict[str, Any] = {"schedule": "constant", "learning_rate": 0.4}
+_ANNEALED: dict[str, Any] = {"schedule": "cosine", "learning_rate": 0.1}
 
 
 @click.command("demo")
@@ -31,7 +37,7 @@ _RUNS = "seed-*"
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("runs/demo"),
     show_default=True,
-    help="Folder for the figure and, per seed, the metrics and the averaged model.",
+    help="Folder for the figure and, per seed and run, the metrics and the averaged model.",
 )
 @click.option(
     "--seed",
@@ -43,12 +49,16 @@ _RUNS = "seed-*"
 @click.option(
     "--k",
     type=click.IntRange(min=1),
-    default=6,
+    default=16,
     show_default=True,
-    help="Number of latest epochs to average.",
+    help="Number of snapshots to average; they span the last quarter of the run so far.",
 )
 @click.option(
-    "--epochs", type=click.IntRange(min=1), default=50, show_default=True, help="Epochs per seed."
+    "--epochs",
+    type=click.IntRange(min=1),
+    default=32,
+    show_default=True,
+    help="Epochs of the longest runs; annealed runs are also trained for 1/8, 1/4 and 1/2 of them.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier demo in the same folder.")
@@ -56,24 +66,14 @@ def command(output: Path, seed: int, k: int, epochs: int, as_json: bool, overwri
     """Train a small network and show what averaging saves.
 
     A convolutional network with BatchNorm learns scikit-learn's handwritten digits with three
-    seeds, in under a minute on two cores; nothing is downloaded. After every epoch, the raw weights
-    and the average of the k latest epochs are evaluated on held-out images.
+    seeds, in under a minute on two cores; nothing is downloaded. One run at a constant learning
+    rate, whose average is evaluated on the way, is compared with runs of four lengths whose rate
+    decays to zero.
     """
     begin = time.perf_counter()
     _check(output, overwrite)
-    # Imported late, so that --help and usage errors are fast.
-    from lawa_lab.recipes.catalog.digits import DigitsConfig
-
-    try:
-        config = DigitsConfig(ks=(k,), epochs=epochs)
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from None
-    if epochs < k:
-        raise click.UsageError(
-            f"--epochs {epochs} with --k {k}: the window would never be full. Train for at least k "
-            "epochs, or use a smaller k."
-        )
-    folders = _train(config, list(range(seed, seed + _NUM_SEEDS)), output, as_json=as_json)
+    budgets = sorted({max(1, round(share * epochs)) for share in _SHARES})
+    folders = _train(k, budgets, list(range(seed, seed + _NUM_SEEDS)), output, as_json=as_json)
     if folders is None:
         click.echo(f"Stopped. The metrics so far are in {output}.", err=True)
         return 130
@@ -82,31 +82,50 @@ def command(output: Path, seed: int, k: int, epochs: int, as_json: bool, overwri
 
 
 def _train(
-    config: "DigitsConfig", seeds: list[int], output: Path, *, as_json: bool
+    k: int, budgets: list[int], seeds: list[int], output: Path, *, as_json: bool
 ) -> list[Path] | None:
     """Train every seed in a folder of its own; None if training was interrupted."""
     from lawa_lab.cli.demo_progress import show_progress
     from lawa_lab.recipes.loop import train
-    from lawa_lab.recipes.run_folder import RunFolder, RunPlan
     from lawa_lab.recipes.task import Worker
 
     _clear(output)
     output.mkdir(parents=True, exist_ok=True)
-    command = f"lawa demo --seed {seeds[0]} --k {config.ks[0]} --epochs {config.epochs}"
+    command = f"lawa demo --seed {seeds[0]} --k {k} --epochs {budgets[-1]}"
     (output / _CONFIG).write_text(json.dumps({"command": command, "seeds": seeds}) + "\n")
-    folders = [RunFolder(output / f"seed-{seed}") for seed in seeds]
-    with show_progress(seeds, config.epochs, k=config.ks[0], as_json=as_json) as view:
-        for seed, folder in zip(seeds, folders, strict=True):
-            plan = RunPlan(config=config, seed=seed)
-            if not train(plan, folder, Worker(), callback=view).finished:
-                return None
-            view.on_seed_done()
-    return [folder.path for folder in folders]
+    with show_progress(seeds, budgets, as_json=as_json) as view:
+        for seed in seeds:
+            for run in _planned(k, budgets, seed, output):
+                if not train(run.plan, run.folder, Worker(), callback=view).finished:
+                    return None
+            view.on_seed_done(seed)
+    return [output / f"seed-{seed}" for seed in seeds]
+
+
+def _planned(k: int, budgets: list[int], seed: int, output: Path) -> list["BudgetedRun"]:
+    """The constant-rate run of a seed, then its annealed runs, which are evaluated at their end."""
+    from lawa_lab.recipes.budgets import plan_budgets
+    from lawa_lab.recipes.catalog.digits import DigitsConfig
+    from lawa_lab.recipes.run_folder import RunPlan
+
+    runs: list[BudgetedRun] = []
+    often = max(1, budgets[-1] // 16)  # an evaluation takes longer than an epoch
+    for settings in (
+        {**_CONSTANT, "evaluate_every": often},
+        {**_ANNEALED, "evaluate_every": budgets[-1]},
+    ):
+        try:
+            config = DigitsConfig(ks=(k,), batch_norm=("re-estimated",), **_SETTINGS, **settings)
+        except ConfigError as error:
+            raise click.UsageError(str(error)) from None
+        plan, path = RunPlan(config=config, seed=seed), output / f"seed-{seed}"
+        runs += plan_budgets(plan, budgets, path, if_used="resume")
+    return runs
 
 
 def _show(folders: list[Path], output: Path, begin: float, *, as_json: bool) -> None:
     """Draw the figure and print what was found."""
-    from lawa_lab.report import words
+    from lawa_lab.report import frontier_words, words
     from lawa_lab.report.runs import load_runs
     from lawa_lab.report.summary import summarise
 
@@ -114,9 +133,10 @@ def _show(folders: list[Path], output: Path, begin: float, *, as_json: bool) -> 
     report = summarise(runs)
     recipe = report.recipes[0]
     note = _draw(runs, report, output)
-    rows = [(metric, metric.own()[0]) for metric in recipe.metrics]
-    findings = [words.finding(recipe.recipe, metric.metric, row) for metric, row in rows]
-    lost = [f"{words.plain(m.metric.name)}: {text}" for m, _ in rows for text in m.losses]
+    frontiers = [(m.metric, m.frontier) for m in recipe.metrics if m.frontier is not None]
+    findings = [frontier_words.headline(recipe.recipe, *each) for each in frontiers]
+    lost = [f"{words.plain(m.name)}: {frontier_words.leads(m, each)}" for m, each in frontiers]
+    lost += [f"{words.plain(m.metric.name)}: {text}" for m in recipe.metrics for text in m.losses]
     names = (_CONFIG, f"{_FIGURE}.png", *(folder.name for folder in folders))
     files = [name for name in names if (output / name).exists()]
     seconds = time.perf_counter() - begin
@@ -133,16 +153,24 @@ def _show(folders: list[Path], output: Path, begin: float, *, as_json: bool) -> 
 
     from rich.console import Console
 
-    from lawa_lab.cli.report_tables import main_table, say
+    from lawa_lab.cli.frontier_tables import equal_budget_table, equal_quality_table
+    from lawa_lab.cli.report_tables import say
 
     console = Console(highlight=False)
-    for metric, row in rows:
-        console.print(f"\n{words.plain(metric.metric.name)}, {row.label}", style="bold")
-        console.print(main_table(metric.metric, row))
-    for (_, row), text in zip(rows, findings, strict=True):
-        console.print(text, style="bold")
-        console.print(f"{words.caveat(row)}\n", markup=False)
-    console.print("Where averaging did not help:")
+    for metric, frontier in frontiers[:1]:
+        console.print(f"\n{words.plain(metric.name)} at equal budget", style="bold")
+        console.print(equal_budget_table(metric, frontier))
+        console.print("Budget at equal quality", style="bold")
+        console.print(equal_quality_table(metric, frontier))
+    for text in findings:
+        console.print(f"{text}\n", style="bold", markup=False)
+    for _, frontier in frontiers[:1]:
+        total = sum(point.budget for point in frontier.annealed)
+        console.print(
+            f"One run of {frontier.budgets[-1]:g} epochs has all results of the average; the "
+            f"annealed runs took {total:g} epochs together.\n"
+        )
+    console.print("Where averaging helps and where it does not:")
     for text in lost:
         say(console, text, bullet="- ")
     console.print(f"\nThe whole demo took {seconds:.0f} s, written to {output}:", soft_wrap=True)
@@ -185,7 +213,7 @@ def _clear(output: Path) -> None:
     """Remove an earlier demo, but no other files."""
     from lawa_lab.recipes.run_folder import RunFolder
 
-    for path in output.glob(_RUNS):
+    for path in [*output.glob(f"{_RUNS}/*/"), *output.glob(f"{_RUNS}/")]:
         RunFolder(path).clear()
         with contextlib.suppress(OSError):  # it holds other files
             path.rmdir()

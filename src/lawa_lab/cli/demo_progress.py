@@ -1,4 +1,4 @@
-"""The progress of `lawa demo`: raw and averaged weights, one line per seed."""
+"""The progress of `lawa demo`: losses of the average and of annealed runs, as they come."""
 
 import contextlib
 import math
@@ -17,82 +17,92 @@ from torch_lawa.metrics import Row
 
 __all__ = ["DemoProgress", "show_progress"]
 
+_AVERAGE, _ANNEALED = "average", "annealed"
+
 
 class DemoProgress(TrainingCallback):
-    """Raw and averaged weights side by side, one line per seed, updated in place."""
+    """The test loss of the average and of annealed runs at every budget, one pair per seed."""
 
-    def __init__(self, console: Console, seeds: Sequence[int], epochs: int) -> None:
-        self._console, self._epochs = console, epochs
-        self._rows: dict[int, list[Row]] = {seed: [] for seed in seeds}
-        self._begin = time.monotonic()
-        self._seed_begin = self._begin
+    def __init__(self, console: Console, seeds: Sequence[int], budgets: Sequence[int]) -> None:
+        self._console, self._budgets = console, budgets
+        self._losses: dict[tuple[int, str], dict[float, float]] = {
+            (seed, kind): {} for seed in seeds for kind in (_AVERAGE, _ANNEALED)
+        }
+        self._epochs = len(seeds) * (sum(budgets) + budgets[-1])
+        self._steps, self._num_batches = 0, 1
+        self._begin = self._seed_begin = time.monotonic()
+
+    def on_begin(self, step: int, num_steps: int, num_batches: int) -> None:
+        """Remember how many steps an epoch has."""
+        self._num_batches = num_batches
+
+    def on_step(self, step: int) -> None:
+        """Count the steps of all runs."""
+        self._steps += 1
 
     def on_rows(self, rows: list[Row]) -> None:
-        """Show the rows of one more epoch."""
-        self._rows[rows[0]["seed"]] = rows
+        """Show the rows of one more epoch, if it is one of the budgets."""
+        for row in rows:
+            anytime = row["schedule"] == "constant"
+            wanted = ("averaged" if anytime else "raw", "re-estimated")
+            if (row["weights"], row["batch_norm"]) == wanted and row["epoch"] in self._budgets:
+                kind = _AVERAGE if anytime else _ANNEALED
+                self._losses[row["seed"], kind][row["epoch"]] = row["test_loss"]
 
-    def on_seed_done(self) -> None:
+    def on_seed_done(self, seed: int) -> None:
         """Print a line, if there is no live display."""
-        done = [rows for rows in self._rows.values() if rows][-1]
         seconds, self._seed_begin = time.monotonic() - self._seed_begin, time.monotonic()
         if not self._console.is_interactive:
-            raw, averaged = _cells(done)
-            self._console.print(
-                f"seed {done[0]['seed']}: {seconds:.0f} s, raw loss {raw[0]} accuracy {raw[1]}, "
-                f"averaged {averaged[0]} {averaged[1]}"
+            average, annealed = (
+                " ".join(self._cells(seed, kind)) for kind in (_AVERAGE, _ANNEALED)
             )
+            self._console.print(
+                f"seed {seed}: {seconds:.0f} s, test loss of the average after "
+                f"{', '.join(map(str, self._budgets))} epochs {average}, of annealed runs "
+                f"{annealed}",
+                soft_wrap=True,
+            )
+
+    def _cells(self, seed: int, kind: str) -> list[str]:
+        losses = self._losses[seed, kind]
+        return [f"{losses[b]:.4f}" if b in losses else "-" for b in self._budgets]
 
     def __rich__(self) -> RenderableType:
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-        table.add_column("")
-        table.add_column("epoch", justify="right")
-        table.add_column("", width=14)
-        for name, style in (("raw", RAW_STYLE), ("averaged", AVERAGED_STYLE)):
-            table.add_column(f"{name}\nloss", justify="right", style=style, min_width=8)
-            table.add_column("\naccuracy", justify="right", style=style)
-        for seed, rows in self._rows.items():
-            epoch = rows[0]["epoch"] if rows else 0
-            raw, averaged = _cells(rows)
-            bar = ProgressBar(total=self._epochs, completed=epoch, width=14)
-            done = f"{epoch}/{self._epochs}"
-            table.add_row(f"seed {seed}", done, bar, *raw, *averaged)
-        return Group(table, Text(), Text(self._pace(), style="dim"))
+        table.add_column("test loss after")
+        for budget in self._budgets:
+            table.add_column(f"{budget} epochs", justify="right", min_width=9)
+        for (seed, kind), _ in self._losses.items():
+            style = AVERAGED_STYLE if kind == _AVERAGE else RAW_STYLE
+            table.add_row(f"seed {seed}, {kind}", *self._cells(seed, kind), style=style)
+        done = self._steps / self._num_batches
+        bar = ProgressBar(total=self._epochs, completed=done, width=40)
+        return Group(table, Text(), bar, Text(self._pace(done), style="dim"))
 
-    def _pace(self) -> str:
-        done = sum(rows[0]["epoch"] for rows in self._rows.values() if rows)
-        total = self._epochs * len(self._rows)
+    def _pace(self, done: float) -> str:
         spent = time.monotonic() - self._begin
-        if not done or done == total:
+        if not done or done >= self._epochs:
             return f"{spent:.0f} s"
-        left = math.ceil(spent / done * (total - done))
+        left = math.ceil(spent / done * (self._epochs - done))
         return f"{spent:.0f} s, {done / spent:.1f} epochs/s, about {left} s left"
 
 
 @contextlib.contextmanager
 def show_progress(
-    seeds: Sequence[int], epochs: int, *, k: int, as_json: bool
+    seeds: Sequence[int], budgets: Sequence[int], *, as_json: bool
 ) -> Iterator[DemoProgress]:
     """Show progress while the block runs: live on a terminal, else one line per seed."""
     console = Console(stderr=as_json, highlight=False)
+    lengths = ", ".join(map(str, budgets))
     console.print(
-        f"A small convolutional network learns scikit-learn's digits with {len(seeds)} seeds and "
-        f"{epochs} epochs each. After every epoch, the raw weights and the average of the {k} "
-        "latest epochs are evaluated on held-out images, both with re-estimated BatchNorm "
-        "statistics.\n"
+        f"A small convolutional network learns scikit-learn's digits with {len(seeds)} seeds. One "
+        f"run at a constant rate, averaged over the last quarter of the training so far, against "
+        f"annealed runs (cosine to zero) of {lengths} epochs, each schedule with the peak rate "
+        "that is best for it on validation images.\n"
     )
-    view = DemoProgress(console, seeds, epochs)
+    view = DemoProgress(console, seeds, budgets)
     if not console.is_interactive:
         yield view
         return
     with Live(view, console=console, refresh_per_second=4):
         yield view
-
-
-def _cells(rows: list[Row]) -> tuple[list[str], list[str]]:
-    """Loss and accuracy of raw and averaged weights, both with BatchNorm re-estimated."""
-    cells = {"raw": ["-", "-"], "averaged": ["-", "-"]}
-    for row in rows:
-        if row["batch_norm"] == "re-estimated":
-            loss, accuracy = row["test_loss"], row["test_accuracy"]
-            cells[row["weights"]] = [f"{loss:.4f}", f"{100 * accuracy:.2f}%"]
-    return cells["raw"], cells["averaged"]

@@ -20,6 +20,7 @@ _EXAMPLES = """
 Examples:
   lawa report runs/cifar                    tables of all runs below a folder
   lawa report a/metrics.jsonl b/metrics.jsonl --metric test_accuracy
+  lawa report runs/cosine runs/constant     annealed runs against constant-rate runs
   lawa report runs/cifar -o report          a page and figures as well
   lawa report runs/cifar --tensorboard events
 """
@@ -79,7 +80,8 @@ def command(
 
     METRICS are files of metrics or folders. A folder stands for the metrics.jsonl files in and
     below it; if there are none, for its other .jsonl files with rows of weights, each a run of its
-    own. Seeds of one run are combined, and runs of one recipe are compared with each other.
+    own. Seeds of one run are combined, and runs of one recipe are compared with each other:
+    annealed runs of several lengths and averages of constant-rate runs as a frontier.
     """
     from lawa_lab.report.rows import find_files
     from lawa_lab.report.runs import load_runs

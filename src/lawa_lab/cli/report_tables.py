@@ -9,8 +9,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from lawa_lab.report import words
+from lawa_lab.cli.frontier_tables import equal_budget_table, equal_quality_table
+from lawa_lab.report import frontier_words, words
 from lawa_lab.report.curves import Axis, Metric
+from lawa_lab.report.frontier import Frontier
 from lawa_lab.report.savings import Mean, Saving
 from lawa_lab.report.summary import MainRow, MetricReport, RecipeReport, Report, RunRow, WindowRow
 from lawa_lab.report.words import say_axis, say_duration, say_mean, say_number, say_value
@@ -45,6 +47,8 @@ def _show_metric(report: MetricReport, recipe: RecipeReport, console: Console) -
     wide = console.width >= _WIDE
     several = len({row.run for row in report.runs}) > 1
     own = report.own()
+    if report.frontier is not None:
+        _show_frontier(report.metric, report.frontier, recipe, console)
     if own:
         console.print()
         say(console, words.finding(recipe.recipe, report.metric, own[0]))
@@ -78,6 +82,26 @@ def _show_metric(report: MetricReport, recipe: RecipeReport, console: Console) -
     for sentence in report.losses:
         say(console, sentence, bullet="- ")
     console.print()
+
+
+def _show_frontier(
+    metric: Metric, frontier: Frontier, recipe: RecipeReport, console: Console
+) -> None:
+    """Annealed runs against anytime averages; what follows is about single runs."""
+    console.print()
+    say(console, frontier_words.headline(recipe.recipe, metric, frontier))
+    say(console, frontier_words.leads(metric, frontier))
+    console.print("\nQuality at equal budget", style="bold")
+    _put(console, equal_budget_table(metric, frontier, wide=console.width >= _WIDE))
+    if any(row.main for row in frontier.equal_quality):
+        title = f"Budget at equal quality ({say_axis(frontier.axis)})"
+        console.print(title, style="bold")
+        _put(console, equal_quality_table(metric, frontier))
+    for forecast in frontier.forecasts:
+        say(console, frontier_words.forecast(metric, forecast))
+    for note in frontier_words.notes(metric, frontier):
+        say(console, note)
+    console.print("\nInside one run", style="bold")
 
 
 def _caption(row: MainRow, several: bool) -> str:

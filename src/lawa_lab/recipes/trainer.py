@@ -302,6 +302,7 @@ class Trainer:
             "epoch": self.epoch,
             "step": self.step,
             "learning_rate": learning_rate(self.config, self.step - 1, self.num_steps),
+            "peak_learning_rate": self.config.learning_rate,
             "device": _device_name(self.worker.device),
             "num_devices": self.worker.world_size,
             "train_seconds": self.train_seconds,

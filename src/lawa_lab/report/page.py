@@ -11,13 +11,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from lawa_lab.report import words
+from lawa_lab.report import frontier_words, words
 from lawa_lab.report.curves import Axis, Metric
 from lawa_lab.report.figures.axes import Panel
 from lawa_lab.report.figures.builders import FIGURES
 from lawa_lab.report.figures.files import Drawing, draw_panel, drawings, legend, svg_text
 from lawa_lab.report.figures.scene import Scene
 from lawa_lab.report.figures.style import INK, Style
+from lawa_lab.report.page_tables import PageTable, frontier_tables
 from lawa_lab.report.runs import Run
 from lawa_lab.report.savings import Saving
 from lawa_lab.report.summary import MainRow, MetricReport, Report, WindowRow
@@ -30,16 +31,6 @@ __all__ = ["render_page", "save_page"]
 _WHAT = {"headline": "largest", "final": "baseline's final", "best": "baseline's best"}
 _DASHES = {"-": None, "--": "7 3", "-.": "7 3 2 3", ":": "2 2"}
 _FEW = 6  # rows of a table that is shown open
-
-
-@dataclass(frozen=True)
-class PageTable:
-    """A table of strings. The first cell of a row says what the row is about."""
-
-    caption: str
-    head: list[str]
-    groups: list[tuple[str | None, list[list[str]]]]  # a heading, or None, and its rows
-    folded: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +88,14 @@ def _sections(scene: Scene) -> list[Section]:
         blocks = [_block(scene, drawing) for drawing in drawn if drawing.kind is kind]
         tables: list[PageTable] = []
         notes: list[str] = []
-        if kind.name == "saving":
+        heading = kind.heading
+        if kind.name == "frontier":
+            for report in _ordered(scene):
+                if report.frontier is not None:
+                    tables += frontier_tables(report.metric, report.frontier, report is not main)
+            notes = [] if main.frontier is None else _frontier_notes(main)
+        elif kind.name == "saving":
+            heading = f"{heading} inside one run" if main.frontier else heading
             tables = [
                 _main_table(report, report.own(), folded=report is not main)
                 for report in _ordered(scene)
@@ -114,8 +112,15 @@ def _sections(scene: Scene) -> list[Section]:
             tables = [_raw_table(main), _main_table(main, main.across, len(main.across) > _FEW)]
             notes = _notes(main.across)
         if blocks or kind.name == "behind":
-            found.append(Section(kind.heading, blocks, tables, notes))
+            found.append(Section(heading, blocks, tables, notes))
     return found
+
+
+def _frontier_notes(report: MetricReport) -> list[str]:
+    if report.frontier is None:
+        return []
+    found = [frontier_words.forecast(report.metric, each) for each in report.frontier.forecasts]
+    return [*found, *frontier_words.notes(report.metric, report.frontier)]
 
 
 def _ordered(scene: Scene) -> list[MetricReport]:
@@ -126,16 +131,19 @@ def _ordered(scene: Scene) -> list[MetricReport]:
 def _block(scene: Scene, drawing: Drawing) -> dict[str, Any]:
     """A figure, its caption, and what is said about it."""
     sentences = [drawing.sentence] if drawing.sentence else []
-    if drawing.kind.name == "saving":
-        report = scene.shown[0]
+    report = scene.shown[0]
+    if drawing.kind.name == "frontier" and report.frontier is not None:
+        said = frontier_words.headline(scene.report.recipe, report.metric, report.frontier)
+        sentences = [said, *sentences]
+    elif drawing.kind.name == "saving":
         rows = report.own(drawing.run)
         found = words.finding(scene.report.recipe, report.metric, rows[0])
         sentences = [found, words.caveat(rows[0])]
-    ranged = any(line.low for panel in drawing.panels for line in panel.lines)
+    ranged = any(line.low and not line.end_label for p in drawing.panels for line in p.lines)
     bands = "Lines are means over seeds, bands run from the worst to the best seed. "
     return {
         "run": drawing.run,
-        "lead": drawing.kind.name == "saving",
+        "lead": drawing.kind.name == ("frontier" if report.frontier else "saving"),
         "sentences": sentences,
         "caption": f"{drawing.title}. {bands if ranged else ''}{drawing.kind.caption}",
         "legend": [
@@ -154,11 +162,13 @@ def _block(scene: Scene, drawing: Drawing) -> dict[str, Any]:
 
 def _swatch(panels: Sequence[Panel], label: str, style: Style | None) -> dict[str, Any]:
     """A sample of the line, or the point, as it is drawn."""
-    if style is None:
-        marker = next(p.marker for panel in panels for p in panel.points if p.label == label)
+    points = {p.label: p.marker for panel in panels for p in panel.points}
+    points |= {line.name: line.marker for panel in panels for line in panel.lines if line.marker}
+    if style is None or label in points:
         outlines = {"o": "M14 6a4 4 0 1 0 8 0a4 4 0 1 0-8 0", "s": "M14 2h8v8h-8z"}
-        outline = outlines.get(marker, "M18 1l5 5l-5 5l-5-5z")
-        return {"path": outline, "colour": INK, "width": "2", "dashes": None}
+        outline = outlines.get(points[label], "M18 1l5 5l-5 5l-5-5z")
+        colour = INK if style is None else style.colour
+        return {"path": outline, "colour": colour, "width": "2", "dashes": None}
     dashes = (
         _DASHES[style.dashes]
         if isinstance(style.dashes, str)
@@ -176,11 +186,12 @@ def _describe(panel: Panel, title: str) -> str:
     parts = []
     for line in panel.lines:
         there = [v for v in line.mean if v is not None]
-        if line.label and there:
+        name = line.label or line.end_label
+        if name and there:
             first, last = (
                 f"{100 * v:.1f}%" if panel.percent else f"{v:.3g}" for v in (there[0], there[-1])
             )
-            parts.append(f"{line.label}: from {first} to {last}")
+            parts.append(f"{name}: from {first} to {last}")
     arrow = f" {' '.join(panel.arrow.text.split())}." if panel.arrow else ""
     return f"{begin} {'; '.join(parts)}.{arrow}"
 

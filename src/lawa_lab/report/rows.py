@@ -1,7 +1,7 @@
 """Metrics files, read and checked: finite numbers, one row per evaluation."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ from torch_lawa.metrics import Row, read_metrics
 
 __all__ = ["find_files", "read_rows"]
 
-_COUNTS = {"epoch", "step", "num_devices", "k"}
+_COUNTS = {"epoch", "step", "num_devices", "k", "land", "budget_epochs", "peak_learning_rate"}
+_PLAN = ("schedule", "land", "budget_epochs", "peak_learning_rate")
 _IDENTITY = (
-    "recipe", "run", "seed", "step", "epoch", "weights", "k", "coefficients", "batch_norm",
+    "recipe", "run", "seed", "step", "epoch", "weights", "k", "coefficients", "batch_norm", *_PLAN,
 )  # fmt: skip
 _LABELS = ("recipe", "run", "seed", "coefficients", "batch_norm", "device")
 
@@ -60,9 +61,15 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
     """
     rows: dict[tuple[Any, ...], Row] = {}
     origin: dict[tuple[Any, ...], Path] = {}
-    for file, run in find_files(paths).items():
-        for row in _rows_in(file):
-            row = row if run is None else {**row, "run": run}
+    files = {
+        file: [row if run is None else {**row, "run": run} for row in _with_peaks(_rows_in(file))]
+        for file, run in find_files(paths).items()
+    }
+    plans = _plans(row for own in files.values() for row in own)
+    for file, own in files.items():
+        for row in own:
+            if "schedule" not in row and len(known := plans.get(_name_of(row), ())) == 1:
+                row = {**row, **dict(zip(_PLAN, *known, strict=True))}
             key = _identity(row)
             other = origin.setdefault(key, file)
             if other != file:
@@ -72,6 +79,43 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
             rows.pop(key, None)  # keep the order of the later row
             rows[key] = row
     return list(rows.values())
+
+
+def _plans(rows: Iterable[Row]) -> dict[tuple[str, str], set[tuple[Any, ...]]]:
+    """By recipe and run, which schedules, lengths and rates there are.
+
+    Rows of `lawa sweep` do not say; they belong to the run of that name, if there is only one.
+    """
+    found: dict[tuple[str, str], set[tuple[Any, ...]]] = {}
+    for row in rows:
+        if "schedule" in row:
+            plan = tuple(row.get(name) for name in _PLAN)
+            found.setdefault(_name_of(row), set()).add(plan)
+    return found
+
+
+def _with_peaks(rows: list[Row]) -> list[Row]:
+    """The rows, each with the peak rate of its run; if rows do not say, the highest rate in them.
+
+    The peak tells runs of a sweep over rates apart, whose names, seeds and lengths are the same.
+    """
+    highest: dict[tuple[Any, ...], float] = {}
+    for row in rows:
+        if "schedule" in row and row.get("learning_rate") is not None:
+            key = _trained_as(row)
+            highest[key] = max(highest.get(key, 0.0), row["learning_rate"])
+    return [
+        {"peak_learning_rate": highest.get(_trained_as(row)), **row} if "schedule" in row else row
+        for row in rows
+    ]
+
+
+def _trained_as(row: Row) -> tuple[Any, ...]:
+    return (*_name_of(row), row.get("seed"), *(row.get(name) for name in _PLAN[:3]))
+
+
+def _name_of(row: Row) -> tuple[str, str]:
+    return str(row.get("recipe")), str(row.get("run"))
 
 
 _WRITERS = "`lawa train`, `lawa demo`, `lawa sweep` and evaluate_side_by_side() write such rows."

@@ -1,6 +1,7 @@
 """Rows of metrics, grouped into runs and series. Pure Python.
 
-A *run* is one recipe with one optimizer, with all its seeds, from any number of files. A *series*
+A *run* is one recipe with one optimizer, schedule, length and peak rate, with all its seeds, from
+any number of files. A *series*
 is what was evaluated in it: the raw weights, or one average (method, window, coefficients), each
 with one treatment of the BatchNorm statistics.
 """
@@ -24,7 +25,7 @@ from lawa_lab.report.curves import (
 from lawa_lab.report.rows import read_rows
 from torch_lawa.metrics import Row
 
-__all__ = ["Run", "Series", "load_runs", "metrics_of"]
+__all__ = ["Run", "Series", "load_runs", "main_averages", "metrics_of", "treatment_rank"]
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,49 @@ class Series:
 
 @dataclass(frozen=True)
 class Run:
-    """All rows of one recipe and optimizer."""
+    """All rows of one recipe and optimizer; and of one length and rate, if there are several."""
 
     recipe: str
-    name: str  # such as "sgd" or "lookahead(sgd)"
+    name: str  # such as "sgd" or "lookahead(sgd)", or "sgd, 50 epochs" beside other lengths
     rows: tuple[Row, ...]
+
+    @property
+    def annealed(self) -> bool:
+        """Whether its learning rate falls to zero, so that its length was chosen in advance."""
+        return self._schedule not in (None, "constant") or self.land > 0
+
+    @property
+    def anytime(self) -> bool:
+        """Whether its rate is constant to the end, so that it can be stopped at any time."""
+        return self._schedule == "constant" and not self.land
+
+    @property
+    def land(self) -> float:
+        """The share of the run in which a constant rate falls to zero, at its end."""
+        return float(self._first.get("land") or 0.0)
+
+    @property
+    def budget_epochs(self) -> float | None:
+        """The length that was planned."""
+        return self._first.get("budget_epochs")
+
+    @property
+    def peak(self) -> float | None:
+        """The highest learning rate."""
+        return self._first.get("peak_learning_rate")
+
+    @property
+    def kind(self) -> str:
+        """What runs that differ only in length and peak rate have in common."""
+        return str(self._first.get("run") or self.name)
+
+    @property
+    def _schedule(self) -> str | None:
+        return self._first.get("schedule")
+
+    @property
+    def _first(self) -> Row:
+        return self.rows[0] if self.rows else {}
 
     @cached_property
     def series(self) -> tuple[Series, ...]:
@@ -180,14 +219,52 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
     """The runs in all files (see `find_files` for folders).
 
     A plain optimizer comes before one that wraps it, such as lookahead(sgd), because it is the
-    reference; the order of files carries no meaning.
+    reference; then annealed runs follow runs at a constant rate, by their length. Apart from that,
+    the order is that of the files.
     """
-    groups: dict[tuple[str, str], list[Row]] = {}
+    groups: dict[tuple[str, str, float | None, float | None], list[Row]] = {}
     for row in read_rows(paths):
-        key = (str(row.get("recipe") or "run"), str(row.get("run") or "raw"))
+        recipe, name = str(row.get("recipe") or "run"), str(row.get("run") or "raw")
+        key = (recipe, name, row.get("budget_epochs"), row.get("peak_learning_rate"))
         groups.setdefault(key, []).append(row)
-    found = [Run(recipe, name, tuple(own)) for (recipe, name), own in groups.items()]
-    return sorted(found, key=lambda run: "(" in run.name)
+    found = []
+    for (recipe, name, budget, peak), own in groups.items():
+        lengths = {key[2] for key in groups if key[:2] == (recipe, name)}
+        peaks = {key[3] for key in groups if key[:3] == (recipe, name, budget)}
+        full = name
+        if len(lengths) > 1 and budget is not None:
+            full += f", {budget:.4g} epochs"
+        if len(peaks) > 1 and peak is not None:
+            full += f", rate {peak:g}"
+        found.append(Run(recipe, full, tuple(own)))
+    return sorted(found, key=lambda run: ("(" in run.name, run.annealed, _length(run)))
+
+
+def main_averages(run: Run, metric: Metric, k: int | None) -> list[Series]:
+    """The average that represents each method: its first window, or that of `k`.
+
+    The window of latest weights comes first, then other methods. Within a method, uniform
+    coefficients are preferred, and re-estimated BatchNorm statistics (or a model without any) to
+    copied ones.
+    """
+    averages = [s for s in run.series if s.averaged and run.has(s, metric)]
+    methods = dict.fromkeys(s.weights for s in averages)
+    found = []
+    for method in sorted(methods, key=lambda name: name != "averaged"):
+        own = [s for s in averages if s.weights == method]
+        window = k if k is not None and method == "averaged" else own[0].k
+        own = [s for s in own if s.k == window]
+        found += sorted(own, key=lambda s: (s.coefficients != "uniform", treatment_rank(s)))[:1]
+    return found
+
+
+def treatment_rank(series: Series) -> int:
+    """Order of preference: BatchNorm statistics re-estimated, running (or none), copied."""
+    return {"re-estimated": 0, None: 1}.get(series.batch_norm, 2)
+
+
+def _length(run: Run) -> float:
+    return run.budget_epochs or 0.0 if run.annealed else 0.0
 
 
 def metrics_of(rows: Iterable[Row]) -> list[Metric]:

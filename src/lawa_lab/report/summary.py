@@ -7,6 +7,7 @@ Report
       windows: every average of every run, one row each
       runs:    the raw weights of each run
       losses:  sentences: where averaging lost
+      frontier: annealed runs of several lengths against constant-rate runs, if there are any
     notes:     sentences: what limits these numbers
   how:         sentences: how each number is defined
 """
@@ -16,9 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from lawa_lab.report import words
+from lawa_lab.report import frontier_words, words
 from lawa_lab.report.curves import Axis, Metric
-from lawa_lab.report.runs import Run, Series, metrics_of
+from lawa_lab.report.frontier import Frontier, frontier_of
+from lawa_lab.report.runs import Run, Series, main_averages, metrics_of, treatment_rank
 from lawa_lab.report.savings import (
     Comparison,
     Mean,
@@ -139,6 +141,7 @@ class MetricReport:
     windows: tuple[WindowRow, ...]
     runs: tuple[RunRow, ...]
     losses: tuple[str, ...]
+    frontier: Frontier | None = None
 
     def own(self, run: str | None = None) -> list[MainRow]:
         """Averages against raw weights of their own run, of one run or of all."""
@@ -177,8 +180,13 @@ class Report:
     how: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Lists and dicts, for JSON."""
-        return dataclasses.asdict(self)
+        """Lists and dicts, for JSON; a metric without a frontier does not mention one."""
+        values = dataclasses.asdict(self)
+        for recipe in values["recipes"]:
+            for metric in recipe["metrics"]:
+                if metric["frontier"] is None:
+                    del metric["frontier"]
+        return values
 
 
 def summarise(runs: Sequence[Run], *, metric: str | None = None, k: int | None = None) -> Report:
@@ -210,7 +218,10 @@ def summarise(runs: Sequence[Run], *, metric: str | None = None, k: int | None =
     told = tuple(recipe for recipe in recipes if recipe.metrics)
     if not told:
         raise FormatError(_nothing(runs, metric))
-    return Report(recipes=told, how=words.definitions([recipe.axis for recipe in told]))
+    how = words.definitions([recipe.axis for recipe in told])
+    if any(metric.frontier for recipe in told for metric in recipe.metrics):
+        how = (*frontier_words.DEFINITIONS, *how)
+    return Report(recipes=told, how=how)
 
 
 def _recipe(recipe: str, runs: list[Run], name: str | None, k: int | None) -> RecipeReport:
@@ -230,24 +241,56 @@ def _recipe(recipe: str, runs: list[Run], name: str | None, k: int | None) -> Re
         for m in metrics_of(row for run in runs for row in run.rows)
         if name in (None, m.name) and any(run.has(s, m) for run in runs for s in run.series)
     ]
-    reports = [_metric(runs, m, axis, k) for m in metrics]
+    frontiers = [frontier_of(runs, m, axis, k) for m in metrics]
+    inside = _inside(runs, next(filter(None, frontiers), None))
+    reports = [
+        _metric(runs, inside, m, axis, k, frontier)
+        for m, frontier in zip(metrics, frontiers, strict=True)
+    ]
     return RecipeReport(
         recipe=recipe,
         axis=axis,
-        metrics=tuple(report for report in reports if report.windows),
+        metrics=tuple(report for report in reports if report.windows or report.frontier),
         notes=words.notes_on(runs, axis),
     )
 
 
-def _metric(runs: list[Run], metric: Metric, axis: Axis, k: int | None) -> MetricReport:
+def _inside(runs: list[Run], frontier: Frontier | None) -> list[Run]:
+    """The runs whose averages are compared with raw weights, beside which there is no frontier.
+
+    With a frontier, runs are compared there. Inside one run, averages are shown for constant-rate
+    runs and for the longest annealed run of each schedule, with the best peak rate of each;
+    landings are too short for that.
+    """
+    if frontier is None:
+        return runs
+    longest = {point.label: point.run for point in frontier.annealed if point.best_peak}
+    names = {curve.run for curve in frontier.curves if curve.best_peak and curve.series.averaged}
+    names |= set(longest.values())
+    return [
+        run
+        for run in runs
+        if (run.name in names and not run.land) or not (run.annealed or run.anytime)
+    ]
+
+
+def _metric(
+    runs: list[Run],
+    inside: list[Run],
+    metric: Metric,
+    axis: Axis,
+    k: int | None,
+    frontier: Frontier | None,
+) -> MetricReport:
     main: list[MainRow] = []
     windows: list[WindowRow] = []
     raw: list[RunRow] = []
-    for run in runs:
-        defaults = _main_averages(run, metric, k)
+    for run in inside:
+        defaults = main_averages(run, metric, k)
         for series in defaults:
-            main += _main_rows(runs, run, series, metric, axis)
+            main += _main_rows(runs if frontier is None else [run], run, series, metric, axis)
         windows += _window_rows(run, metric, axis, defaults[0] if defaults else None)
+    for run in runs:
         raw += _run_rows(run, metric)
     return MetricReport(
         metric=metric,
@@ -255,25 +298,8 @@ def _metric(runs: list[Run], metric: Metric, axis: Axis, k: int | None) -> Metri
         windows=tuple(windows),
         runs=tuple(raw),
         losses=words.losses(metric, main, windows),
+        frontier=frontier,
     )
-
-
-def _main_averages(run: Run, metric: Metric, k: int | None) -> list[Series]:
-    """The average that represents each method: its first window, or that of `k`.
-
-    The window of latest weights comes first, then other methods. Within a method, uniform
-    coefficients are preferred, and re-estimated BatchNorm statistics (or a model without any) to
-    copied ones.
-    """
-    averages = [s for s in run.series if s.averaged and run.has(s, metric)]
-    methods = dict.fromkeys(s.weights for s in averages)
-    found = []
-    for method in sorted(methods, key=lambda name: name != "averaged"):
-        own = [s for s in averages if s.weights == method]
-        window = k if k is not None and method == "averaged" else own[0].k
-        own = [s for s in own if s.k == window]
-        found += sorted(own, key=lambda s: (s.coefficients != "uniform", _treatment(s)))[:1]
-    return found
 
 
 def _main_rows(
@@ -388,11 +414,7 @@ def _charged(run: Run, series: Series) -> list[float]:
 def _window_order(series: Series) -> tuple[bool, str, float, bool, str, int]:
     how = str(series.coefficients)
     other = series.weights != "averaged"
-    return (other, series.weights, series.k or 0, how != "uniform", how, _treatment(series))
-
-
-def _treatment(series: Series) -> int:
-    return {"re-estimated": 0, None: 1}.get(series.batch_norm, 2)
+    return (other, series.weights, series.k or 0, how != "uniform", how, treatment_rank(series))
 
 
 def _nothing(runs: Sequence[Run], metric: str | None) -> str:

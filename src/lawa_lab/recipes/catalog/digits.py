@@ -38,6 +38,13 @@ class DigitsConfig(TrainConfig):
         0.3, "Standard deviation of the Gaussian noise added to an image.", minimum=0
     )
     test_fraction: float = setting(0.5, "Fraction of the data that is held out.", below=1)
+    validation_fraction: float = setting(
+        0.0,
+        "Train without this fraction of the training images and evaluate on it instead of the test "
+        "images, to choose hyper-parameters.",
+        minimum=0,
+        below=1,
+    )
 
     def make_task(self, data: Path | None, *, seed: int, worker: "Worker", smoke: bool) -> "Task":
         """The digits come with scikit-learn, so `data` is not used."""

@@ -1,4 +1,4 @@
-"""The demo: a small convolutional net with BatchNorm on scikit-learn's handwritten digits.
+"""A small convolutional net with BatchNorm on scikit-learn's handwritten digits.
 
 1,797 images of 8x8 pixels that come with scikit-learn, so nothing is downloaded; half of them are
 held out, the same half for every seed. Training is standard: SGD with momentum, random shifts of
@@ -7,7 +7,8 @@ harder case for averaging: its decay already reduces the noise of the raw weight
 rate does not. The rate of 0.2 was chosen for the *raw* weights: their final loss was 0.044, 0.034,
 0.026, 0.027 and 0.027 with rates of 0.02, 0.05, 0.1, 0.2 and 0.4 (savings grow with the rate).
 `benchmarks/digits.py` reproduces these figures; the metrics are in
-`results/2026-11-15-digits-loop`.
+`results/2026-11-15-digits-loop`. `lawa demo` trains without shifts, with rates of its own:
+`results/2026-11-16-digits-frontier`.
 
 Mean test loss over seeds 0, 1 and 2, by the source of the BatchNorm statistics:
 
@@ -48,7 +49,10 @@ _CALIBRATION_EPOCH = 2**31  # beyond the epochs of any run
 
 @dataclass(frozen=True)
 class Digits:
-    """Images, normalised with the mean and standard deviation of the training half, and labels."""
+    """Labels and images, normalised with mean and deviation of the training images.
+
+    With a validation split, the "test" images are those of the validation split.
+    """
 
     train_images: Tensor
     train_labels: Tensor
@@ -67,22 +71,23 @@ def load_data(config: DigitsConfig) -> Digits:
             "pip install 'torch-lawa[lab]'"
         ) from None
     bunch: Any = load_digits()
-    try:
-        split = train_test_split(
-            torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1).numpy(),
-            bunch.target,
-            test_size=config.test_fraction,
-            random_state=_SPLIT_SEED,
-            stratify=bunch.target,
-        )
-    except ValueError:
-        raise ConfigError(
-            f"test_fraction={config.test_fraction}: both parts of the {len(bunch.target)} digits "
-            "need at least ten, one of each class."
-        ) from None
-    train_images, test_images, train_labels, test_labels = (
-        torch.from_numpy(part) for part in split
-    )
+    images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1).numpy()
+    labels = bunch.target
+    for name in ("test_fraction", "validation_fraction"):
+        fraction = getattr(config, name)
+        if not fraction:
+            continue
+        try:
+            images, held_out, labels, held_out_labels = train_test_split(
+                images, labels, test_size=fraction, random_state=_SPLIT_SEED, stratify=labels
+            )
+        except ValueError:
+            raise ConfigError(
+                f"{name}={fraction}: both parts of the {len(labels)} digits need at least ten, "
+                "one of each class."
+            ) from None
+    train_images, test_images = torch.from_numpy(images), torch.from_numpy(held_out)
+    train_labels, test_labels = torch.from_numpy(labels), torch.from_numpy(held_out_labels)
     mean, deviation = train_images.mean(), train_images.std()
     return Digits(
         (train_images - mean) / deviation,
@@ -116,7 +121,7 @@ def build_model(config: DigitsConfig) -> nn.Sequential:
 
 
 def evaluate(model: nn.Module, data: Digits) -> dict[str, float]:
-    """Mean cross-entropy and accuracy on the held-out half."""
+    """Mean cross-entropy and accuracy on the held-out images."""
     outputs = model(data.test_images)
     correct = int((outputs.argmax(1) == data.test_labels).sum())
     return {
@@ -167,8 +172,11 @@ class DigitsTask:
         return F.cross_entropy(model(images).float(), labels)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """On the held-out half; it is small, so every rank evaluates all of it."""
-        return evaluate(model, self._data)
+        """On the held-out images; they are few, so every rank evaluates all of them."""
+        values = evaluate(model, self._data)
+        if not self._config.validation_fraction:
+            return values
+        return {name.replace("test", "valid"): value for name, value in values.items()}
 
     def _batch(
         self, epoch: int, number: int, rank: int, share: slice = slice(None)

@@ -50,9 +50,18 @@ FIGURES: dict[str, FigureKind] = {}  # in the order of the page
 
 
 def register_figure(
-    name: str, heading: str, caption: str, *, sentence: Say | None = None, all_runs: bool = False
+    name: str,
+    heading: str,
+    caption: str,
+    *,
+    sentence: Say | None = None,
+    all_runs: bool = False,
+    first: bool = False,
 ) -> Callable[[Build], Build]:
-    """Add a figure to the table; used as a decorator of the function that builds its panels."""
+    """Add a figure to the table; used as a decorator of the function that builds its panels.
+
+    It comes last, or `first` on the page.
+    """
     if name in FIGURES:
         raise ConfigError(f"a figure named {name!r} is registered already: choose another name.")
 
@@ -65,6 +74,10 @@ def register_figure(
             sentence=sentence,
             all_runs=all_runs,
         )
+        if first:
+            others = [other for other in FIGURES if other != name]
+            for other in others:  # to the end, in their order
+                FIGURES[other] = FIGURES.pop(other)
         return panels
 
     return add
@@ -233,8 +246,8 @@ def _batch_norm(scene: Scene, run: Run) -> list[Panel]:
     all_runs=True,
 )
 def _runs(scene: Scene, run: Run) -> list[Panel]:
-    if len(scene.runs) < 2:
-        return []
+    if len(scene.runs) < 2 or any(report.frontier for report in scene.shown):
+        return []  # the frontier compares runs
     panels = []
     for report in scene.shown:
         lines = []

@@ -1,0 +1,214 @@
+"""The figure of the frontier: annealed runs as points, anytime averages as curves."""
+
+from collections.abc import Sequence
+
+from lawa_lab.report import frontier_words
+from lawa_lab.report.curves import Metric
+from lawa_lab.report.figures.axes import Arrow, Line, Panel
+from lawa_lab.report.figures.builders import register_figure
+from lawa_lab.report.figures.scene import Scene
+from lawa_lab.report.figures.style import RAW, Dashes, Style
+from lawa_lab.report.frontier import AnnealedRun, AnytimeCurve, Frontier
+from lawa_lab.report.runs import Run
+from lawa_lab.report.words import plain, say_axis, say_number
+
+__all__ = ["frontier_panels"]
+
+_MAIN = "#0072b2"
+_ANNEALED: tuple[tuple[str, str], ...] = (
+    (RAW, "o"), ("#cc79a7", "s"), ("#e69f00", "D"), ("#661100", "^"), ("#888888", "v"),
+)  # fmt: skip
+_OTHERS: tuple[tuple[str, Dashes], ...] = (
+    ("#009e73", "--"), ("#882255", "-."), ("#999933", (0, (1, 1))), ("#332288", (0, (5, 1, 1, 1))),
+    ("#44aa99", "--"), ("#555555", "-."),
+)  # fmt: skip
+_QUIET, _FAINT = "#7d8791", "#aab3bb"
+_WIDE = 4.0  # budgets that span more than this factor have a logarithmic axis
+
+
+def _say(scene: Scene, run: Run) -> str:
+    report = scene.shown[0]
+    return "" if report.frontier is None else frontier_words.leads(report.metric, report.frontier)
+
+
+@register_figure(
+    "frontier",
+    "Annealed runs and anytime averages",
+    "Points are annealed runs, each trained for its own length; the thin line is their envelope. "
+    "Curves are one constant-rate run. Bars and bands run from the worst to the best seed.",
+    sentence=_say,
+    all_runs=True,
+    first=True,
+)
+def frontier_panels(scene: Scene, run: Run) -> list[Panel]:
+    """One panel per metric that has a frontier."""
+    return [
+        _panel(scene, report.metric, report.frontier)
+        for report in scene.shown
+        if report.frontier is not None
+    ]
+
+
+def _panel(scene: Scene, metric: Metric, frontier: Frontier) -> Panel:
+    points, curves = _points(metric, frontier), _curves(metric, frontier)
+    first, last = frontier.budgets[0], frontier.budgets[-1]
+    log = last > _WIDE * first
+    begin = 0.7 * first if log else 0.0
+    end = max([last, *(line.at[-1] for line in curves)])
+    envelope = Line(
+        label="",
+        style=Style(colour=_QUIET, width=1.0, layer=2.5),
+        at=tuple(at for at, _ in frontier.envelope),
+        mean=tuple(value for _, value in frontier.envelope),
+        bar=True,
+    )
+    limits, y_log = _limits(metric, [*points, *curves], first)
+    return Panel(
+        title=f"{plain(metric.name)}{_seeds(frontier)}",
+        x_label=f"{say_axis(frontier.axis)} of training",
+        lines=(envelope, *curves, *points),
+        percent=metric.name.endswith("accuracy"),
+        log=y_log,
+        x_log=log,
+        x_ticks=_ticks(frontier.budgets),
+        x_limits=(begin, end * (1.06 if log else 1.03)),
+        y_limits=limits,
+        arrow=_arrow(frontier),
+        text_at=(0.66, 0.04) if metric.better == "lower" else (0.97, 0.05),
+    )
+
+
+def _points(metric: Metric, frontier: Frontier) -> list[Line]:
+    """One line of markers per schedule, and hollow ones where its average is better."""
+    lines = []
+    labels = dict.fromkeys(point.label for point in frontier.annealed)
+    for index, label in enumerate(labels):
+        colour, marker = _ANNEALED[index % len(_ANNEALED)]
+        style = Style(colour=colour, layer=5.0)
+        own = [p for p in frontier.annealed if p.label == label and p.best_peak]
+        lines.append(_marked(label, style, marker, own))
+        better = [p for p in own if p.average and metric.beats(p.average.mean, p.raw.mean)]
+        if better:
+            lines.append(
+                Line(
+                    label="average of an annealed run, where it is better",
+                    style=Style(colour=colour, layer=4.9),
+                    at=tuple(p.budget for p in better),
+                    mean=tuple(p.average.mean if p.average else None for p in better),
+                    marker=marker,
+                    hollow=True,
+                )
+            )
+    return lines
+
+
+def _marked(label: str, style: Style, marker: str, own: Sequence[AnnealedRun]) -> Line:
+    several = any(point.raw.num_seeds > 1 for point in own)
+    return Line(
+        label="",
+        end_label=label,
+        style=style,
+        at=tuple(point.budget for point in own),
+        mean=tuple(point.raw.mean for point in own),
+        low=tuple(point.raw.low for point in own) if several else (),
+        high=tuple(point.raw.high for point in own) if several else (),
+        marker=marker,
+    )
+
+
+def _curves(metric: Metric, frontier: Frontier) -> list[Line]:
+    """The main average, the best curve of each other method, and raw weights."""
+    shown = [curve for curve in frontier.curves if curve.best_peak]
+    main = [curve for curve in shown if curve.main]
+    taken = {curve.series.weights for curve in main}
+    others: dict[tuple[str, str], AnytimeCurve] = {}
+    for curve in shown:
+        key = (curve.run, curve.series.weights)
+        if curve.series.averaged and curve.series.weights not in taken:
+            best = others.get(key)
+            if best is None or metric.beats(curve.mean[-1], best.mean[-1]):
+                others[key] = curve
+    raw = [curve for curve in shown if not curve.series.averaged][:1]
+    lines = [_line(curve, Style(colour=_FAINT, width=0.9, layer=1.8)) for curve in raw]
+    for index, curve in enumerate(others.values()):
+        colour, dashes = _OTHERS[index % len(_OTHERS)]
+        lines.append(_line(curve, Style(colour=colour, dashes=dashes, width=1.5, layer=3.2)))
+    lines += [_line(curve, Style(colour=_MAIN, width=2.6, layer=4.0), band=True) for curve in main]
+    return lines
+
+
+def _line(curve: AnytimeCurve, style: Style, *, band: bool = False) -> Line:
+    drawn = band and curve.num_seeds > 1
+    return Line(
+        label="",
+        end_label=curve.label,
+        style=style,
+        at=curve.at,
+        mean=curve.mean,
+        low=curve.low if drawn else (),
+        high=curve.high if drawn else (),
+    )
+
+
+def _limits(
+    metric: Metric, lines: Sequence[Line], begin: float
+) -> tuple[tuple[float, float] | None, bool]:
+    """Room for all points and averages from the shortest budget on; and whether to use a log axis.
+
+    Raw weights at a constant rate may be far off, and may leave the panel.
+    """
+    values = [
+        value
+        for line in lines
+        if line.style.colour != _FAINT
+        for series in (line.mean, line.low, line.high)
+        for at, value in zip(line.at, series, strict=False)
+        if value is not None and at >= begin
+    ]
+    if not values:
+        return None, False
+    low, high = min(values), max(values)
+    log = metric.better == "lower" and high > 3.0 * low > 0.0
+    if log:
+        room = (high / low) ** 0.08
+        return (low / room, high * room), True
+    room = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
+    top = high + room
+    return (low - room, min(top, 1.0) if metric.better == "higher" and high <= 1.0 else top), False
+
+
+def _arrow(frontier: Frontier) -> Arrow | None:
+    """From the end of the longest annealed run back to where the average is as good."""
+    found = frontier.headline
+    amount = None if found is None else found.saving.on(frontier.axis)
+    if found is None or amount is None or found.saving.target is None:
+        return None
+    if found.saving.num_both < found.saving.num_seeds or not amount.percent:
+        return None
+    word = "less" if amount.percent > 0 else "more"
+    begin, end = say_number(found.budget), say_number(amount.averaged_at.mean)
+    return Arrow(
+        begin=found.budget,
+        end=amount.averaged_at.mean,
+        value=found.saving.target,
+        ticks=(),
+        text=f"{abs(amount.percent):.0f}% {word} training\n({end} for {begin} {frontier.axis}s)",
+    )
+
+
+def _ticks(budgets: Sequence[float]) -> tuple[float, ...]:
+    """The budgets, without those whose numbers would touch."""
+    kept: list[float] = []
+    for budget in reversed(budgets):
+        if not kept or kept[-1] > 1.25 * budget:
+            kept.append(budget)
+    return tuple(reversed(kept))
+
+
+def _seeds(frontier: Frontier) -> str:
+    counts = {point.raw.num_seeds for point in frontier.annealed}
+    counts |= {curve.num_seeds for curve in frontier.curves}
+    if counts == {1}:
+        return ""
+    number = str(max(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+    return f", {number} seeds"

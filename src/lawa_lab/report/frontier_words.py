@@ -1,0 +1,164 @@
+"""What a report says about the frontier, in sentences."""
+
+from collections.abc import Sequence
+
+from lawa_lab.report.curves import Axis, Metric
+from lawa_lab.report.forecast import Forecast
+from lawa_lab.report.frontier import EqualQuality, Frontier, Lead
+from lawa_lab.report.words import (
+    plain,
+    say_count,
+    say_difference,
+    say_number,
+    say_range,
+    say_saved,
+    say_seeds,
+    say_value,
+)
+
+__all__ = ["DEFINITIONS", "forecast", "headline", "leads", "notes", "reached"]
+
+DEFINITIONS = (
+    "The frontier compares results, not curves inside one run. The result of an annealed run is "
+    "its raw weights at the last step, and what it spent is its whole length, because the schedule "
+    "was chosen for that length. A constant-rate run has a result at every evaluation: its "
+    "average.",
+    "The budget at equal quality is where the average first is as good as the final value of the "
+    "annealed run of the same seed, in percent of that run's length. “Not reached” means that the "
+    "average never had that value. Time includes every cost of averaging.",
+    "If runs with several peak rates are given, each schedule and length and each average is shown "
+    "with the peak that is best for it in this metric.",
+)
+
+
+def headline(recipe: str, metric: Metric, frontier: Frontier) -> str:
+    """The saving at the annealed runs' own final quality: the best schedule, then the others."""
+    found = frontier.headline
+    if found is None:
+        return (
+            f"{recipe}: there is no average of a constant-rate run with a seed in common with the "
+            "annealed runs, so nothing is compared with them."
+        )
+    longest: dict[str, EqualQuality] = {}
+    for row in frontier.equal_quality:
+        if row.main and row.kind == "annealed" and row.annealed != found.annealed:
+            longest[row.annealed] = max(longest.get(row.annealed, row), row, key=_budget)
+    begin = f"{recipe}: the average of one constant-rate run"
+    sentences = [f"{begin} {_at_quality(metric, found, frontier.axis)}"]
+    sentences += [f"It {_at_quality(metric, row, frontier.axis)}" for row in longest.values()]
+    return " ".join(sentences)
+
+
+def _budget(row: EqualQuality) -> float:
+    return row.budget
+
+
+def _at_quality(metric: Metric, row: EqualQuality, axis: Axis) -> str:
+    value = say_value(metric, row.saving.target)
+    target = (
+        f"the final {plain(metric.name)} of {row.annealed} runs of "
+        f"{say_count(row.budget, axis)} ({value})"
+    )
+    seeds = say_seeds(row.saving.num_seeds)
+    within = f"within its {say_count(row.trained, axis)}"
+    amount = row.saving.on(axis)
+    if amount is None:
+        return f"does not reach {target} {within} ({seeds})."
+    after = say_count(amount.averaged_at.mean, axis)
+    if row.saving.num_both < row.saving.num_seeds:
+        return (
+            f"has {target} after {after} in {row.saving.num_both} of {seeds}, and does not reach "
+            f"it {within} in the others."
+        )
+    percent = amount.percent or 0.0
+    less = f"{percent:.0f}% less training" if percent >= 0 else f"{-percent:.0f}% more training"
+    spread = f" ({say_range(amount.averaged_at)} by seed)" if amount.saved.sd else ""
+    return f"has {target} after {after}{spread}: {less}{_cheaper(row, axis)}."
+
+
+def _cheaper(row: EqualQuality, axis: Axis) -> str:
+    """That a shorter annealed run is as good, so that less is saved against the right length."""
+    if row.cheapest >= row.budget:
+        return ""
+    return f" (but annealed runs of {say_count(row.cheapest, axis)} are as good)"
+
+
+def leads(metric: Metric, frontier: Frontier) -> str:
+    """Where the average is ahead of and behind the best annealed run of the same length."""
+    ahead = [lead for lead in frontier.leads if lead.lead > 0]
+    behind = [lead for lead in frontier.leads if lead.lead <= 0]
+    parts = []
+    if ahead:
+        parts.append(f"ahead of the best annealed run at {_places(metric, ahead, frontier.axis)}")
+    if behind:
+        parts.append(f"behind it at {_places(metric, behind, frontier.axis)}")
+        if not ahead:
+            parts[0] = parts[0].replace("behind it", "behind the best annealed run")
+    return f"At equal budget the average is {', and '.join(parts)}." if parts else ""
+
+
+def _places(metric: Metric, found: Sequence[Lead], axis: Axis) -> str:
+    """Such as "6 (by 0.012, 3 of 3 seeds) and 12 epochs (by 0.004, 2 of 3 seeds)"."""
+    texts = []
+    for lead in found:
+        count = lead.num_ahead if lead.lead > 0 else lead.num_seeds - lead.num_ahead
+        seeds = f", {count} of {lead.num_seeds} seeds" if lead.num_seeds > 1 else ""
+        by = f"(by {say_difference(metric, abs(lead.lead))}{seeds})"
+        last = lead is found[-1]
+        texts.append(f"{say_count(lead.budget, axis) if last else say_number(lead.budget)} {by}")
+    *first, final = texts
+    return f"{', '.join(first)} and {final}" if first else final
+
+
+def reached(row: EqualQuality, axis: Axis) -> str:
+    """Where the average has the quality of an annealed run: the mean, then the seeds.
+
+    A mean is given only if all seeds reached it.
+    """
+    places = [seed.averaged_at for seed in row.saving.by_seed]
+    if all(place is None for place in places):
+        return "not reached"
+    amount = row.saving.on(axis)
+    if None in places or amount is None:
+        return ", ".join("not reached" if p is None else say_saved(p) for p in places)
+    seeds = f" ({', '.join(map(say_number, places))})" if len(places) > 1 else ""
+    return f"{say_number(amount.averaged_at.mean)}{seeds}"
+
+
+def forecast(metric: Metric, found: Forecast) -> str:
+    """How well the average foretells the result of a decay."""
+    side = "above" if found.mean_error > 0 else "below"
+    rank = found.rank_correlation
+    peak = "" if found.peak is None else f", peak rate {found.peak:.3g}"
+    return (
+        f"Forecast ({found.annealed}{peak}): where a decay starts, the {found.average} is "
+        f"on average {say_difference(metric, abs(found.mean_error))} {side} the "
+        f"{plain(metric.name)} with which the decay ends (mean absolute error "
+        f"{say_difference(metric, found.mean_absolute_error)}, rank correlation "
+        f"{'unknown' if rank is None else f'{rank:.2f}'}, {len(found.branches)} branches)."
+    )
+
+
+def notes(metric: Metric, frontier: Frontier) -> list[str]:
+    """What limits the comparison."""
+    said = []
+    if frontier.several_peaks:
+        said.append(
+            "Runs with several peak rates are given. Each schedule and length and each average is "
+            f"shown with the peak that is best in {plain(metric.name)}, so all of them are "
+            "slightly optimistic."
+        )
+    if frontier.unfinished:
+        said.append(f"Left out, because not finished: {'; '.join(frontier.unfinished)}.")
+    early = [
+        f"{point.label}, {say_count(point.budget, frontier.axis)}: at "
+        f"{say_number(point.reached_at.mean)}"
+        for point in frontier.annealed
+        if point.best_peak and point.reached_at and point.reached_at.mean < 0.85 * point.budget
+    ]
+    if early:
+        said.append(
+            f"Some annealed runs had their final value earlier, so less of them would have been "
+            f"enough ({'; '.join(early)})."
+        )
+    return said

@@ -1,0 +1,342 @@
+"""Annealed runs of several lengths against the averages of constant-rate runs."""
+
+import io
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.report import frontier_rows
+
+from lawa_lab.cli.report_tables import show_report
+from lawa_lab.report import frontier_words
+from lawa_lab.report.curves import Metric
+from lawa_lab.report.figures import drawings
+from lawa_lab.report.figures.files import draw
+from lawa_lab.report.figures.scene import Scene
+from lawa_lab.report.frontier import Frontier
+from lawa_lab.report.page import render_page
+from lawa_lab.report.runs import Run, load_runs
+from lawa_lab.report.summary import Report, summarise
+from torch_lawa.metrics import Row
+
+
+def runs_of(tmp_path: Path, rows: list[Row]) -> list[Run]:
+    """Through files, one per run and seed, as `lawa train --budgets` writes them."""
+    files: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        names = ("run", "seed", "budget_epochs", "peak_learning_rate")
+        files.setdefault(tuple(row[name] for name in names), []).append(row)
+    for number, own in enumerate(files.values()):
+        folder = tmp_path / "runs" / f"nested-{number}"
+        folder.mkdir(parents=True)
+        text = "".join(json.dumps(row) + "\n" for row in own)
+        (folder / "metrics.jsonl").write_text(text)
+    return load_runs([tmp_path / "runs"])
+
+
+def report_on(tmp_path: Path, rows: list[Row]) -> Report:
+    return summarise(runs_of(tmp_path, rows))
+
+
+def frontier_in(report: Report, metric: str = "test_loss") -> Frontier:
+    (found,) = (m for m in report.recipes[0].metrics if m.metric.name == metric)
+    assert found.frontier is not None
+    return found.frontier
+
+
+@pytest.fixture
+def frontier(tmp_path: Path) -> Frontier:
+    return frontier_in(report_on(tmp_path, frontier_rows()))
+
+
+def test_runs_that_differ_in_length_alone_are_told_apart(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, frontier_rows(budgets=(8, 16)))
+    names = [run.name for run in runs]
+    landing = "sgd, constant rate, landing 0.25"
+    assert names[0] == "sgd, constant rate"
+    assert set(names[1:3]) == {"sgd, 8 epochs", f"{landing}, 8 epochs"}
+    assert set(names[3:]) == {"sgd, 16 epochs", f"{landing}, 16 epochs"}
+    assert [run.seeds for run in runs] == [(0, 1)] * 5
+    assert [run.annealed for run in runs] == [False, True, True, True, True]
+
+
+def test_annealed_runs_are_points_with_an_envelope_and_averages_are_curves(
+    frontier: Frontier,
+) -> None:
+    assert frontier.budgets == (8, 16, 32)
+    found = {(p.label, p.budget): p for p in frontier.annealed}
+    assert set(found) == {(s, b) for s in ("cosine", "25% linear decay") for b in (8, 16, 32)}
+    point = found["cosine", 16]
+    assert point.raw.mean == pytest.approx(1 + 0.1 * 1.005)
+    assert (point.raw.low, point.raw.num_seeds) == (pytest.approx(1.1), 2)
+    assert point.average is not None
+    assert point.average.mean > point.raw.mean
+    assert (point.epochs and point.epochs.mean, point.steps and point.steps.mean) == (16, 160)
+    assert frontier.envelope == tuple((b, pytest.approx(1 + 0.9 / b * 1.005)) for b in (8, 16, 32))
+    main = frontier.main
+    assert main is not None
+    assert (main.label, main.at[0], main.at[-1]) == ("average, k = 4", 1, 32)
+    assert main.low[3] == pytest.approx(1.25)
+    assert main.high[3] == pytest.approx(1.2525)
+    assert [c.label for c in frontier.curves if not c.series.averaged] == ["raw weights"]
+
+
+def test_quality_at_equal_budget_has_one_row_per_method(frontier: Frontier) -> None:
+    rows = {(row.label, row.kind): row for row in frontier.equal_budget}
+    assert {kind for _, kind in rows} == {"annealed", "annealed average", "anytime", "raw"}
+    average = rows["average, k = 4", "anytime"]
+    assert [v.mean for v in average.values if v] == pytest.approx(
+        [1 + 1.005 / b for b in (8, 16, 32)]
+    )
+    assert average.by_seed[1] == pytest.approx([1 + 1.01 / b for b in (8, 16, 32)])
+
+
+def test_budget_at_equal_quality_is_counted_from_the_end_of_annealed_runs(
+    frontier: Frontier,
+) -> None:
+    (row,) = (
+        row
+        for row in frontier.equal_quality
+        if (row.annealed, row.budget, row.kind) == ("cosine", 32, "annealed")
+    )
+    saving = row.saving.on("epoch")
+    assert saving is not None
+    # 1 / epoch <= 1.6 / 32 from epoch 20 on
+    assert (saving.baseline_at.mean, saving.averaged_at.mean, saving.percent) == (32, 20, 37.5)
+    assert row.saving.steps is not None
+    assert row.saving.steps.saved.mean == 120
+    # The average pays for its snapshots: 20 * (2 + 0.1) against 32 * 2 seconds.
+    assert row.saving.seconds is not None
+    assert row.saving.seconds.saved.mean == pytest.approx(64 - 42)
+    assert row.saving.gpu_hours is not None
+
+
+def test_what_is_not_reached_is_said_and_the_headline_is_not_chosen_in_favour_of_averaging(
+    frontier: Frontier,
+) -> None:
+    headline = frontier.headline
+    assert headline is not None
+    assert (headline.annealed, headline.budget) == ("25% linear decay", 32)
+    assert [seed.averaged_at for seed in headline.saving.by_seed] == [None, None]
+    assert headline.saving.num_both == 0
+    (short,) = (
+        row
+        for row in frontier.equal_quality
+        if (row.annealed, row.budget) == ("25% linear decay", 8)
+    )
+    assert [seed.averaged_at for seed in short.saving.by_seed] == [9, 9]
+    assert [seed.saved for seed in short.saving.by_seed] == [-1, -1]
+
+
+def test_the_lead_at_equal_budget_is_over_the_best_annealed_run_there(frontier: Frontier) -> None:
+    assert [(lead.annealed, lead.budget) for lead in frontier.leads] == [
+        ("25% linear decay", b) for b in (8, 16, 32)
+    ]
+    first = frontier.leads[0]
+    assert first.lead == pytest.approx(-0.1 / 8 * 1.005)
+    assert (first.num_ahead, first.num_seeds) == (0, 2)
+
+
+def test_a_shorter_annealed_run_that_is_as_good_is_named(tmp_path: Path) -> None:
+    rows = [row for row in frontier_rows(budgets=(8, 16, 32)) if not row["land"]]
+    for row in rows:
+        if row["run"] == "sgd" and row["budget_epochs"] == 32:
+            row["test_loss"] += 0.06  # worse than 16 epochs
+    frontier = frontier_in(report_on(tmp_path, rows))
+    assert frontier.headline is not None
+    assert (frontier.headline.budget, frontier.headline.cheapest) == (32, 16)
+    said = frontier_words.headline("toy", Metric("test_loss", "lower"), frontier)
+    assert "annealed runs of 16 epochs are as good" in said
+
+
+def test_averages_forecast_the_landings_that_start_there(frontier: Frontier) -> None:
+    (forecast,) = frontier.forecasts
+    assert (forecast.annealed, forecast.peak, len(forecast.branches)) == (
+        "25% linear decay",
+        0.1,
+        6,
+    )
+    first = forecast.branches[0]
+    assert (first.at, first.budget, first.average) == (6, 8, pytest.approx(1 + 1 / 6))
+    expected = sum((1 / (0.75 * b) - 0.9 / b) * 1.005 for b in (8, 16, 32)) / 3
+    assert forecast.mean_error == pytest.approx(expected)
+    assert forecast.mean_absolute_error == pytest.approx(expected)
+    assert forecast.rank_correlation == 1.0
+
+
+def test_two_branches_are_too_few_for_a_forecast(tmp_path: Path) -> None:
+    rows = frontier_rows(budgets=(8, 16), seeds=(0,))
+    assert frontier_in(report_on(tmp_path, rows)).forecasts == ()
+
+
+def test_with_several_peaks_each_side_has_its_best_one(tmp_path: Path) -> None:
+    rows = frontier_rows(budgets=(8, 16), peaks=(0.2, 0.1))
+    report = report_on(tmp_path, rows)
+    frontier = frontier_in(report)
+    assert frontier.several_peaks
+    assert {p.peak for p in frontier.annealed if p.best_peak} == {0.2}
+    assert {p.peak for p in frontier.annealed if not p.best_peak} == {0.1}
+    assert {c.peak for c in frontier.curves if c.best_peak} == {0.2}
+    assert [f.peak for f in frontier.forecasts] == [0.2, 0.1]
+    inside = {row.averaged_run for row in report.recipes[0].metrics[0].main}
+    assert inside == {"sgd, constant rate, rate 0.2", "sgd, 16 epochs, rate 0.2"}
+
+
+def test_schedule_free_is_one_curve_and_does_not_make_the_optimizer_worth_naming(
+    tmp_path: Path,
+) -> None:
+    rows = frontier_rows(budgets=(8, 16))
+    free = {"run": "schedule-free-sgd", "k": None, "coefficients": None}
+    rows += [
+        {**row, **free, "weights": "schedule-free" if row["k"] else "raw"}
+        for row in rows
+        if row["run"] == "sgd, constant rate"
+    ]
+    frontier = frontier_in(report_on(tmp_path, rows))
+    assert {c.label for c in frontier.curves} == {"average, k = 4", "raw weights", "schedule-free"}
+    assert {p.label for p in frontier.annealed} == {"cosine", "25% linear decay"}
+
+
+def test_rows_of_a_sweep_join_the_only_run_of_their_name(tmp_path: Path) -> None:
+    rows = [row for row in frontier_rows(budgets=(8,), seeds=(0,)) if row["run"] == "sgd"]
+    plan = ("schedule", "land", "budget_epochs", "peak_learning_rate", "train_seconds")
+    swept = [
+        {**{k: v for k, v in row.items() if k not in plan}, "k": 2, "run": "sgd"}
+        for row in rows
+        if row["k"]
+    ]
+    (tmp_path / "sweep.jsonl").write_text("".join(json.dumps(row) + "\n" for row in swept))
+    runs_of(tmp_path, rows)
+    (run,) = load_runs([tmp_path / "runs", tmp_path / "sweep.jsonl"])
+    assert {series.k for series in run.series} == {None, 4, 2}
+
+
+def test_rows_without_their_peak_have_the_highest_rate_of_their_run(tmp_path: Path) -> None:
+    rows = frontier_rows(budgets=(8, 16), peaks=(0.2, 0.1))
+    runs = runs_of(tmp_path, rows)
+    for file in tmp_path.rglob("metrics.jsonl"):
+        own = [json.loads(line) for line in file.read_text().splitlines()]
+        for row in own:
+            row["learning_rate"] = row.pop("peak_learning_rate")
+        file.write_text("".join(json.dumps(row) + "\n" for row in own))
+    assert [run.name for run in load_runs([tmp_path])] == [run.name for run in runs]
+
+
+def test_an_annealed_run_that_was_interrupted_is_left_out(tmp_path: Path) -> None:
+    rows = [
+        row
+        for row in frontier_rows()
+        if not (row["run"] == "sgd" and row["budget_epochs"] == 32 and row["epoch"] > 30)
+    ]
+    frontier = frontier_in(report_on(tmp_path, rows))
+    assert frontier.unfinished == ("sgd, 32 epochs",)
+    assert [p.budget for p in frontier.annealed if p.label == "cosine"] == [8, 16]
+
+
+def test_accuracies_are_better_when_higher(tmp_path: Path) -> None:
+    frontier = frontier_in(report_on(tmp_path, frontier_rows()), "test_accuracy")
+    values = [value for _, value in frontier.envelope]
+    assert values == sorted(values)
+    (row,) = (r for r in frontier.equal_quality if (r.annealed, r.budget) == ("cosine", 32))
+    saving = row.saving.on("epoch")
+    assert saving is not None
+    assert saving.averaged_at.mean == 20
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        lambda row: row["run"] == "sgd, constant rate",
+        lambda row: row["run"] == "sgd" and row["budget_epochs"] == 8,
+    ],
+)
+def test_without_annealed_runs_to_compare_there_is_no_frontier(tmp_path: Path, kept: Any) -> None:
+    report = report_on(tmp_path, [row for row in frontier_rows() if kept(row)])
+    assert report.recipes[0].metrics[0].frontier is None
+    assert "frontier" not in report.as_dict()["recipes"][0]["metrics"][0]
+
+
+def test_a_frontier_is_json(tmp_path: Path) -> None:
+    report = report_on(tmp_path, frontier_rows())
+    found = json.loads(json.dumps(report.as_dict()))["recipes"][0]["metrics"][0]["frontier"]
+    assert found["headline"]["saving"]["num_both"] == 0
+    assert found["equal_budget"][0]["by_seed"]["1"][0] > 1
+
+
+def test_the_headline_is_about_every_schedule_and_names_what_was_lost(frontier: Frontier) -> None:
+    loss = Metric("test_loss", "lower")
+    text = frontier_words.headline("toy", loss, frontier)
+    assert "does not reach the final test loss of 25% linear decay runs of 32 epochs" in text
+    assert "cosine runs of 32 epochs (1.0503) after 20 epochs: 38% less" in text
+    assert "behind the best annealed run at 8 (by 0.013, 2 of 2 seeds), 16" in (
+        frontier_words.leads(loss, frontier)
+    )
+    (row,) = (r for r in frontier.equal_quality if (r.annealed, r.budget) == ("cosine", 32))
+    assert frontier_words.reached(row, "epoch") == "20 (20, 20)"
+    assert frontier.headline is not None
+    assert frontier_words.reached(frontier.headline, "epoch") == "not reached"
+    assert "rank correlation 1.00, 6 branches" in frontier_words.forecast(
+        loss, frontier.forecasts[0]
+    )
+
+
+def test_the_figure_has_points_curves_direct_labels_and_a_log_axis(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, [row for row in frontier_rows(budgets=(4, 8, 32)) if not row["land"]])
+    report = summarise(runs)
+    drawing = drawings(Scene(report.recipes[0], runs))[0]
+    assert drawing.kind.name == "frontier"
+    panel = drawing.panels[1]
+    assert panel.title == "test loss, 2 seeds"
+    assert (panel.x_log, panel.x_ticks) == (True, (4, 8, 32))
+    lines = {line.end_label: line for line in panel.lines if line.end_label}
+    assert lines["cosine"].marker
+    assert lines["cosine"].at == (4, 8, 32)
+    assert not lines["average, k = 4"].marker
+    assert panel.arrow is not None
+    assert (panel.arrow.begin, panel.arrow.end) == (32, 20)
+    assert "38% less training" in panel.arrow.text
+    _, axes = draw(drawing).axes
+    assert axes.get_xscale() == "log"
+    texts = {text.get_text() for text in axes.texts}
+    assert {"cosine", "average, k = 4"} <= texts
+    assert "raw weights" not in texts  # far off: it leaves the panel
+
+
+def test_budgets_that_are_close_have_a_linear_axis(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, frontier_rows(budgets=(16, 32)))
+    panels = drawings(Scene(summarise(runs).recipes[0], runs))[0].panels
+    assert not any(panel.x_log for panel in panels)
+
+
+def test_the_page_begins_with_the_frontier_and_goes_on_inside_one_run(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, frontier_rows(budgets=(8, 32)))
+    page = render_page(runs, summarise(runs), title="Frontier")
+    for first, second in itertools.pairwise(
+        [
+            '<p class="finding">toy: the average of one constant-rate run does not reach',
+            "Quality at equal budget: test accuracy",
+            "Budget at equal quality: test accuracy",
+            "not reached",
+            "seed by seed",
+            "Does the average forecast the result of a decay?",
+            "What averaging saved inside one run",
+        ]
+    ):
+        assert page.index(first) < page.index(second)
+    assert page.count('class="finding"') == 1
+    assert "Run against run" not in page
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_tables_fit_the_terminal(tmp_path: Path, width: int) -> None:
+    report = report_on(tmp_path, frontier_rows())
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    show_report(report, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(len(line) <= width for line in text.splitlines())
+    for part in ("Quality at equal budget", "Budget at equal quality", "not reached", "Forecast"):
+        assert part in text
+    assert text.index("Budget at equal quality") < text.index("Inside one run")
