@@ -22,6 +22,7 @@ class ForecastBranch:
     """One decay that starts from a constant-rate run."""
 
     seed: Any
+    peak: float | None
     at: float  # where the rate begins to fall
     budget: float  # where it has fallen to zero
     average: float  # of the constant-rate run at `at`
@@ -34,7 +35,6 @@ class Forecast:
 
     annealed: str
     average: str
-    peak: float | None
     mean_error: float  # average minus final
     mean_absolute_error: float
     rank_correlation: float | None  # Spearman's, over all branches; None if values are all equal
@@ -48,27 +48,26 @@ def forecasts_of(
     metric: Metric,
     axis: Axis,
 ) -> Iterator[Forecast]:
-    """Landings against the main average of the run they start from.
+    """Landings against the main average of the run they start from, of all peak rates together.
 
-    By schedule and peak rate of the constant-rate run, if there are enough branches.
+    One forecast per schedule, if there are enough branches.
     """
     by_name = {run.name: run for run in runs}
-    groups: dict[tuple[str, float | None, str], list[ForecastBranch]] = {}
+    groups: dict[tuple[str, str], list[ForecastBranch]] = {}
     for point in annealed:
         run = by_name[point.run]
         if run.land:
             for curve in _trunks(run, point, curves, by_name):
-                key = (point.label, curve.peak, curve.label)
+                key = (point.label, curve.label)
                 trunk = by_name[curve.run].curves(curve.series, metric, axis)
                 ends = run.curves(point.raw_series, metric, axis)
                 groups.setdefault(key, []).extend(_branches(run.land, point, trunk, ends))
-    for (label, peak, average), branches in groups.items():
+    for (label, average), branches in groups.items():
         if len(branches) >= _FEWEST:
             errors = [branch.average - branch.final for branch in branches]
             yield Forecast(
                 annealed=label,
                 average=average,
-                peak=peak,
                 mean_error=statistics.fmean(errors),
                 mean_absolute_error=statistics.fmean(map(abs, errors)),
                 rank_correlation=_rank_correlation(
@@ -82,11 +81,11 @@ def _trunks(
     run: Run, point: "AnnealedRun", curves: Sequence["AnytimeCurve"], by_name: dict[str, Run]
 ) -> list["AnytimeCurve"]:
     """The first average of each constant-rate run that a landing may have started from."""
-    own = [c for c in curves if c.series.averaged and run.kind.startswith(by_name[c.run].kind)]
-    alike = [curve for curve in own if curve.peak == point.peak] or own
     first: dict[str, AnytimeCurve] = {}
-    for curve in alike:
-        first.setdefault(curve.run, curve)
+    for curve in curves:
+        same = run.kind.startswith(by_name[curve.run].kind) and curve.peak == point.peak
+        if same and curve.series.averaged:
+            first.setdefault(curve.run, curve)
     return list(first.values())
 
 
@@ -98,7 +97,9 @@ def _branches(
         at = (1.0 - land) * end
         average = _between(trunk[seed], at) if seed in trunk else None
         if average is not None:
-            yield ForecastBranch(seed=seed, at=at, budget=end, average=average, final=final)
+            yield ForecastBranch(
+                seed=seed, peak=point.peak, at=at, budget=end, average=average, final=final
+            )
 
 
 def _between(curve: Curve, at: float) -> float | None:

@@ -129,9 +129,8 @@ def forecast(metric: Metric, found: Forecast) -> str:
     """How well the average foretells the result of a decay."""
     side = "above" if found.mean_error > 0 else "below"
     rank = found.rank_correlation
-    peak = "" if found.peak is None else f", peak rate {found.peak:.3g}"
     return (
-        f"Forecast ({found.annealed}{peak}): where a decay starts, the {found.average} is "
+        f"Forecast ({found.annealed}): where a decay starts, the {found.average} is "
         f"on average {say_difference(metric, abs(found.mean_error))} {side} the "
         f"{plain(metric.name)} with which the decay ends (mean absolute error "
         f"{say_difference(metric, found.mean_absolute_error)}, rank correlation "

@@ -168,6 +168,7 @@ def _forecasts(metric: Metric, frontier: Frontier) -> PageTable:
         lines = [
             [
                 f"seed {branch.seed}",
+                "-" if branch.peak is None else f"{branch.peak:.3g}",
                 words.say_number(branch.at),
                 words.say_number(branch.budget),
                 words.say_value(metric, branch.average),
@@ -177,10 +178,10 @@ def _forecasts(metric: Metric, frontier: Frontier) -> PageTable:
             ]
             for branch in found.branches
         ]
-        peak = "" if found.peak is None else f", peak rate {found.peak:.3g}"
-        groups.append((f"{found.annealed}{peak}: {found.average}", lines))
+        groups.append((f"{found.annealed}: {found.average}", lines))
     axis = words.say_axis(frontier.axis, 1)
-    head = ["", f"decay from {axis}", f"to {axis}", "average there", "final value", "difference"]
+    head = ["", "peak rate", f"decay from {axis}", f"to {axis}", "average there"]
+    head += ["final value", "difference"]
     caption = f"Does the average forecast the result of a decay? {words.plain(metric.name)}"
     return PageTable(caption, head, groups, folded=True)
 

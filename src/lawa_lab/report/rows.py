@@ -1,5 +1,6 @@
 """Metrics files, read and checked: finite numbers, one row per evaluation."""
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -62,7 +63,10 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
     rows: dict[tuple[Any, ...], Row] = {}
     origin: dict[tuple[Any, ...], Path] = {}
     files = {
-        file: [row if run is None else {**row, "run": run} for row in _with_peaks(_rows_in(file))]
+        file: [
+            row if run is None else {**row, "run": run}
+            for row in _with_peaks(_rows_in(file), _planned_peak(file))
+        ]
         for file, run in find_files(paths).items()
     }
     plans = _plans(row for own in files.values() for row in own)
@@ -94,8 +98,17 @@ def _plans(rows: Iterable[Row]) -> dict[tuple[str, str], set[tuple[Any, ...]]]:
     return found
 
 
-def _with_peaks(rows: list[Row]) -> list[Row]:
-    """The rows, each with the peak rate of its run; if rows do not say, the highest rate in them.
+def _planned_peak(file: Path) -> float | None:
+    """The peak rate in the plan of the run that wrote the file, if that is beside it."""
+    try:
+        plan = json.loads((file.parent / "config.json").read_bytes())
+        return float(plan["hyperparameters"]["learning_rate"])
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _with_peaks(rows: list[Row], planned: float | None) -> list[Row]:
+    """The rows, each with the peak rate of its run: as it says, as planned, or the highest one.
 
     The peak tells runs of a sweep over rates apart, whose names, seeds and lengths are the same.
     """
@@ -105,7 +118,9 @@ def _with_peaks(rows: list[Row]) -> list[Row]:
             key = _trained_as(row)
             highest[key] = max(highest.get(key, 0.0), row["learning_rate"])
     return [
-        {"peak_learning_rate": highest.get(_trained_as(row)), **row} if "schedule" in row else row
+        {"peak_learning_rate": planned or highest.get(_trained_as(row)), **row}
+        if "schedule" in row
+        else row
         for row in rows
     ]
 

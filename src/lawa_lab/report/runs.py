@@ -65,7 +65,7 @@ class Series:
         weights = row.get("weights") or "raw"
         if weights == "raw":  # rows of `lawa sweep` name coefficients here too
             return cls(batch_norm=row.get("batch_norm"))
-        coefficients = row.get("coefficients")
+        coefficients = row.get("coefficients") or None
         if weights == "averaged":
             coefficients = coefficients or "uniform"
         return cls(weights, row.get("k"), coefficients, row.get("batch_norm"))
