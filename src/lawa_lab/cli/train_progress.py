@@ -124,6 +124,6 @@ class _Lines(TrainingCallback):
 
 def _values(row: Row) -> dict[str, float]:
     """Held-out loss and accuracy; other values are only in the file."""
-    skipped = ("train_loss", "top5_accuracy")
+    skipped = ("train_loss", "top5_accuracy", "bit_loss", "bit_accuracy")
     ends = ("_loss", "_accuracy")
     return {n: v for n, v in row.items() if n.endswith(ends) and not n.endswith(skipped)}

@@ -6,6 +6,7 @@ is what was evaluated in it: the raw weights, or one average (method, window, co
 with one treatment of the BatchNorm statistics.
 """
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -271,12 +272,18 @@ def metrics_of(rows: Iterable[Row]) -> list[Metric]:
     """The metrics that can be compared: held-out losses, then accuracies.
 
     The last word of a name says which direction is better: loss, perplexity, error; accuracy.
+    Values of rounded weights (`test_4bit_loss`) exist at the end of a run only, so there is nothing
+    to compare over time.
 
     >>> [m.name for m in metrics_of([{"test_accuracy": 0.5, "test_loss": 1.0, "train_loss": 1.0}])]
     ['test_loss', 'test_accuracy']
     """
     names = dict.fromkeys(name for row in rows for name in row if not name.startswith("train_"))
-    found = [Metric(n, BETTER[word]) for n in names if (word := n.split("_")[-1]) in BETTER]
+    found = [
+        Metric(name, BETTER[word])
+        for name in names
+        if (word := name.split("_")[-1]) in BETTER and not re.search(r"_\d+bit_", name)
+    ]
     return sorted(found, key=lambda metric: metric.better == "higher")
 
 
