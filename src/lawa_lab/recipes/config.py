@@ -117,6 +117,11 @@ class TrainConfig(abc.ABC):
         (),
         "At the end, evaluate the weights rounded to these numbers of bits as well, such as 8,4.",
     )
+    choose_window: bool = setting(
+        False,
+        "Also report the best of the raw weights and the windows on the validation data, at the "
+        "cost of evaluating all of them; needs a recipe with valid_loss.",
+    )
     evaluate_every: int = setting(
         1, "Evaluate after every N-th epoch (or N times NU steps), and after the last step."
     )

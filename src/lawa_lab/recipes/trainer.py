@@ -24,11 +24,12 @@ from lawa_lab.recipes.runtime import require_deterministic
 from lawa_lab.recipes.task import Batch, Task, Worker, mixed_seed
 from torch_lawa.averager import Averager, LatestWeightAverager
 from torch_lawa.batch_norm import recalibrate_batch_norm
-from torch_lawa.coefficients import Coefficients, parse_coefficients
+from torch_lawa.coefficients import Coefficients, name_coefficients, parse_coefficients
 from torch_lawa.errors import ConfigError, LawaError, StateError
 from torch_lawa.evaluation import evaluate_side_by_side
 from torch_lawa.metrics import MetricsWriter, Row
 from torch_lawa.schedule import Every, Horizon, Schedule
+from torch_lawa.window_choice import WindowSearch
 
 __all__ = ["Trainer"]
 
@@ -77,6 +78,7 @@ class Trainer:
         self.methods: dict[str, Averager] = {str(m): m.build(self.model) for m in methods}
         if config.schedule_free:
             self.methods[ScheduleFreeAverage.kind] = ScheduleFreeAverage(self.optimizer)  # type: ignore[arg-type]
+        self._search = WindowSearch(config.ks) if config.choose_window else None
         self._stopwatch = Stopwatch(worker.device)
         self._stopwatch.seconds = dict.fromkeys(self.methods, 0.0)
         self.step = 0
@@ -190,12 +192,35 @@ class Trainer:
                 batch_norm=config.batch_norm[: None if whole else 1],  # type: ignore[arg-type]
                 loader=self.task.calibration(),
             )
+        if self._search is not None and whole:
+            rows.append(self._chosen(rows))
         for row in rows:
             if row["weights"] in self.methods:
                 self._describe_method(row)
             if writer is not None:
                 writer.write(row)
         return rows
+
+    def _chosen(self, rows: list[Row]) -> Row:
+        """The row of the window with the best `valid_loss`, charged with measuring all of them."""
+        assert self._search is not None
+        if "valid_loss" not in rows[0]:
+            raise ConfigError(
+                "choose_window: this recipe has no valid_loss, and choosing on test data would "
+                "flatter the result."
+            )
+        uniform = name_coefficients(_averages(self.config)[0][1])
+        windows = {
+            row["k"]: row
+            for row in rows
+            if row["weights"] == self.averager.kind and row["coefficients"] == uniform
+        }
+        measured = {0: rows[0], **windows}
+        k = self._search.decide({k: row["valid_loss"] for k, row in measured.items()})
+        names = ("average_seconds", "batch_norm_seconds", "evaluate_seconds")
+        spent = sum(row.get(name, 0.0) for row in windows.values() for name in names)
+        facts = {"weights": "chosen", "k": None, "coefficients": None, "chosen_k": k}
+        return {**measured[k], **facts, "average_seconds": spent, "batch_norm_seconds": 0.0}
 
     def _measure(self, *, quantize: bool) -> dict[str, float]:
         values = dict(self.task.evaluate(self.forward))
@@ -289,7 +314,8 @@ class Trainer:
     @property
     def _averagers(self) -> dict[str, Any]:
         """By their names in a checkpoint."""
-        return {"averager": self.averager, **self.methods}
+        search = {} if self._search is None else {"window search": self._search}
+        return {"averager": self.averager, **self.methods, **search}
 
     def _labels(self) -> Row:
         labels: Row = {

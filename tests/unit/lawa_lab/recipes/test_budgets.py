@@ -13,6 +13,7 @@ from lawa_lab.recipes.registry import find_recipe
 from lawa_lab.recipes.run_folder import RunFolder, RunPlan
 from lawa_lab.recipes.task import Worker
 from torch_lawa.errors import ConfigError
+from torch_lawa.metrics import read_metrics
 
 METHODS = ("growing-ema:0.1", "horizon:0.5:4:0.6")
 
@@ -107,3 +108,22 @@ def test_schedule_free_resumes_bit_for_bit(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "whole")
     assert rows == rows_of(tmp_path / "stopped")
     assert "schedule-free" in {row["weights"] for row in rows}
+
+
+def test_the_chosen_window_is_the_best_on_validation_data_and_pays_for_all(tmp_path: Path) -> None:
+    plan = smoke_plan("wikipedia-decoder", ks=(4, 2, 1), choose_window=True, learning_rate=0.01)
+    run(plan, tmp_path / "whole")
+    run(plan, tmp_path / "stopped", stop_at=100)
+    run(plan, tmp_path / "stopped")
+    assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "stopped")
+    rows = read_metrics(tmp_path / "whole" / "metrics.jsonl")
+    chosen = [row for row in rows if row["weights"] == "chosen"]
+    assert len(chosen) == len({row["step"] for row in rows})
+    for row in chosen:
+        others = [r for r in rows if r["step"] == row["step"] and r["weights"] != "chosen"]
+        gain = others[0]["valid_loss"] - min(r["valid_loss"] for r in others)
+        assert others[0]["valid_loss"] - row["valid_loss"] >= 0.99 * gain
+        paid = sum(r["evaluate_seconds"] + r["average_seconds"] for r in others[1:])
+        assert row["average_seconds"] == pytest.approx(paid, abs=1e-4)
+    with pytest.raises(ConfigError, match="valid_loss"):
+        run(smoke_plan("digits", choose_window=True), tmp_path / "digits")
