@@ -67,7 +67,12 @@ def fit(
 
 
 def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
+    """The files of a folder, and the windows in the hidden folder inside it."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def window_of(path: str | Path, suffix: str = "") -> Path:
+    return Path(path).parent / ".lawa" / f"{Path(path).name}{suffix}"
 
 
 SCHEDULES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
@@ -145,7 +150,7 @@ def test_the_best_checkpoint_by_the_averaged_metric(tmp_path, monitor):
     losses = [loss(model, state, loader(seed=1)) for state in served]
     order = sorted(range(9), key=losses.__getitem__)
     kept = {f"epoch={i}-step={3 * i + 3}.ckpt" for i in order[:2]}
-    assert names(tmp_path / "checkpoints") == kept | {f"{name}.lawa" for name in kept}
+    assert names(tmp_path / "checkpoints") == kept | {f".lawa/{name}" for name in kept}
     best = saving.best_model_path
     assert f"epoch={order[0]}-" in best
     assert order[0] != 8
@@ -274,7 +279,7 @@ def test_windows_leave_with_their_checkpoints(tmp_path):
     saving = ModelCheckpoint(folder, save_last=True, every_n_train_steps=2, save_top_k=1)
     fit(tmp_path, LatestWeightAveraging(k=2), saving, max_epochs=4)
     kept = {"epoch=3-step=12.ckpt", "last.ckpt"}
-    assert names(folder) == kept | {f"{name}.lawa" for name in kept}
+    assert names(folder) == kept | {f".lawa/{name}" for name in kept}
 
 
 def test_a_link_to_the_last_checkpoint_has_its_window(tmp_path):
@@ -293,7 +298,7 @@ def run_twice(folder: Path) -> tuple[Path, Watch]:
     fit(folder, watch, LatestWeightAveraging(k=2), save(folder / "third.ckpt"), max_epochs=3)
     path = folder / "last.ckpt"
     shutil.copy(folder / "third.ckpt", path)
-    shutil.copy(folder / "third.ckpt.lawa", f"{path}.lawa")
+    shutil.copy(window_of(folder / "third.ckpt"), window_of(path))
     return path, watch
 
 
@@ -313,7 +318,7 @@ def test_killed_while_a_checkpoint_is_overwritten(tmp_path, monkeypatch):
         raise ConnectionError("the machine is gone")
 
     # The window of the fourth epoch is written, its checkpoint is not.
-    pending = Path(f"{path}.lawa.new")
+    pending = window_of(path, ".new")
     averaging = LatestWeightAveraging(k=2)
     run = trainer(tmp_path, averaging, max_epochs=4)
     run.fit(Net(), loader(), ckpt_path=path)
@@ -339,12 +344,12 @@ def test_killed_while_a_checkpoint_is_overwritten(tmp_path, monkeypatch):
     assert fourth.averager.snapshot_steps == [9, 12]
     # The next save leaves nothing behind.
     run.save_checkpoint(path)
-    assert names(tmp_path) == {"last.ckpt", "last.ckpt.lawa", "third.ckpt", "third.ckpt.lawa"}
+    assert names(tmp_path) == {"last.ckpt", ".lawa/last.ckpt", "third.ckpt", ".lawa/third.ckpt"}
 
 
 def test_a_save_that_fails_leaves_the_last_one_and_no_litter(tmp_path, monkeypatch):
     path, _ = run_twice(tmp_path)
-    before = path.read_bytes(), Path(f"{path}.lawa").read_bytes()
+    before = path.read_bytes(), window_of(path).read_bytes()
     run = trainer(tmp_path, LatestWeightAveraging(k=2), max_epochs=4)
     run.fit(Net(), loader(), ckpt_path=path)
 
@@ -359,23 +364,23 @@ def test_a_save_that_fails_leaves_the_last_one_and_no_litter(tmp_path, monkeypat
         patched.setattr("torch_lawa.integrations.window_files.sync_file", full)
         with pytest.raises(OSError, match="no space"):
             run.save_checkpoint(path)
-    assert (path.read_bytes(), Path(f"{path}.lawa").read_bytes()) == before
-    assert names(tmp_path) == {"last.ckpt", "last.ckpt.lawa", "third.ckpt", "third.ckpt.lawa"}
+    assert (path.read_bytes(), window_of(path).read_bytes()) == before
+    assert names(tmp_path) == {"last.ckpt", ".lawa/last.ckpt", "third.ckpt", ".lawa/third.ckpt"}
 
 
 def test_a_window_that_is_missing_damaged_or_of_another_checkpoint(tmp_path):
     path, watch = run_twice(tmp_path)
-    window = Path(f"{path}.lawa")
+    window = window_of(path)
     fit(tmp_path, LatestWeightAveraging(k=2), save(tmp_path / "other.ckpt"), max_epochs=2)
-    shutil.copy(tmp_path / "other.ckpt.lawa", window)
-    with pytest.raises(StateError, match=r"last.ckpt.lawa is not the window of .*last.ckpt"):
+    shutil.copy(window_of(tmp_path / "other.ckpt"), window)
+    with pytest.raises(StateError, match=r".lawa/last.ckpt is not the window of .*last.ckpt"):
         fit(tmp_path, LatestWeightAveraging(k=2), ckpt=path)
     window.write_bytes(window.read_bytes()[:1000])
     with pytest.raises(StateError, match="cannot be read"):
         fit(tmp_path, LatestWeightAveraging(k=2), ckpt=path)
     window.unlink()
     averaging = LatestWeightAveraging(k=2)
-    with pytest.warns(UserWarning, match=r"last.ckpt.lawa is missing: .* empty window"):
+    with pytest.warns(UserWarning, match=r".lawa/last.ckpt is missing: .* empty window"):
         fit(tmp_path, averaging, ckpt=path, max_epochs=4)
     assert averaging.averager.snapshot_steps == [12]
     # A checkpoint without averaging: its own weights, not the window of another run.
@@ -472,9 +477,16 @@ def test_offline_averaging_of_the_same_checkpoints_is_the_same(tmp_path):
     averaging = LatestWeightAveraging(k=3, update_every_n_steps=4)
     saving = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1)
     fit(tmp_path, averaging, saving, max_epochs=5)
-    assert len(list(folder.glob("*.lawa"))) == 3
+    assert len(list(folder.glob(".lawa/*"))) == 3
     average_checkpoints(folder, tmp_path / "offline.safetensors", last=3)
     assert same(load_file(tmp_path / "offline.safetensors"), averaging.averager.average())
+
+
+def test_a_window_is_no_checkpoint(tmp_path):
+    saving = ModelCheckpoint(tmp_path, save_last=True)
+    fit(tmp_path, LatestWeightAveraging(k=2), saving, max_epochs=3)
+    with pytest.raises(StateError, match=r"is the window beside a checkpoint"):
+        fit(tmp_path, LatestWeightAveraging(k=2), ckpt=window_of(tmp_path / "last.ckpt"))
 
 
 def test_other_places_and_other_writers(tmp_path):
@@ -486,13 +498,11 @@ def test_other_places_and_other_writers(tmp_path):
     resumed = LatestWeightAveraging(k=2)
     fit(tmp_path, resumed, ckpt=f"{folder}/last.ckpt", max_epochs=4)
     assert resumed.averager.snapshot_steps == [9, 12]
-    assert [
-        f.rsplit("/", 1)[1] for f in sorted(saving._fs.ls("/run/checkpoints", detail=False))
-    ] == [
+    assert [f.removeprefix("/run/checkpoints/") for f in saving._fs.find("/run/checkpoints")] == [
+        ".lawa/epoch=2-step=9.ckpt",
+        ".lawa/last.ckpt",
         "epoch=2-step=9.ckpt",
-        "epoch=2-step=9.ckpt.lawa",
         "last.ckpt",
-        "last.ckpt.lawa",
     ]
     saving = ModelCheckpoint(tmp_path / "async", save_last=True, save_top_k=1)
     fit(tmp_path, LatestWeightAveraging(k=2), saving, max_epochs=3, plugins=[AsyncCheckpointIO()])

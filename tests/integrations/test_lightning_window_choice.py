@@ -42,7 +42,7 @@ def test_the_best_window_is_reported_tested_and_saved(tmp_path, lr):
     assert averaging.choice is choice  # not chosen again, by test data
     averaging.save_averaged(run, tmp_path / "averaged.ckpt")
     assert same(weights(Net.load_from_checkpoint(tmp_path / "averaged.ckpt")), windows[choice.k])
-    assert not list(tmp_path.glob("averaged.ckpt.lawa*"))
+    assert not list(tmp_path.glob(".lawa/averaged.ckpt*"))
     assert same(weights(model), watch.epochs[-1])
 
 

@@ -1,8 +1,10 @@
 """Averaging in the Transformers Trainer: what is collected, evaluated and saved."""
 
 import logging
+import re
 import sys
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -472,15 +474,12 @@ def test_mistakes_are_found_when_the_callback_is_made(
 @pytest.mark.parametrize(
     ("callback", "run", "message"),
     [
-        ({"collect_strategy": "steps", "start": 12}, {}, "gives 0 snapshots.* start=12"),
-        ({"collect_strategy": "steps", "collect_every": 5}, {}, "gives 2 snapshots.* k=3"),
         (
-            {"collect_strategy": "epoch"},
-            {"max_steps": -1, "num_train_epochs": 2.5},
-            "run of 2 epochs",
+            {"collect_strategy": "steps", "collect_every": 5},
+            {"metric_for_best_model": "eval_averaged_loss"},
+            "gives 2 snapshots.* k=3",
         ),
-        ({}, {"save_steps": 6}, r"gives 2 snapshots.*save_steps"),
-        ({}, {"save_strategy": "no"}, "save_strategy='no': nothing is saved"),
+        ({"collect_strategy": "save"}, {"save_strategy": "no"}, "'no': nothing is saved"),
         (
             {},
             {"save_strategy": "best", "metric_for_best_model": "loss"},
@@ -511,6 +510,9 @@ def test_mistakes_are_found_when_the_trainer_is_made(
 @pytest.mark.parametrize(
     ("callback", "run", "message"),
     [
+        ({"collect_strategy": "steps", "start": 12}, {}, "gives 0 snapshots.* start=12"),
+        ({}, {"save_steps": 6}, r"gives 2 snapshots.*save_steps"),
+        ({}, {"save_strategy": "no"}, "save_strategy='no': nothing is saved"),
         ({"collect_strategy": "epoch"}, {"max_steps": 6}, "run of 0 epochs gives 0"),
         ({"collect_strategy": "epoch"}, {}, "run of 1 epochs gives 1 snapshot,"),
         ({"start": 0.9}, {"max_steps": -1, "num_train_epochs": 2}, "gives 1 snapshot,"),
@@ -518,13 +520,18 @@ def test_mistakes_are_found_when_the_trainer_is_made(
         ({}, {"save_steps": 0.5}, "gives 2 snapshots,"),
     ],
 )
-def test_mistakes_are_found_before_the_first_step(
+def test_a_run_too_short_for_an_average_is_trained_all_the_same(
     callback: dict[str, Any], run: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    ran = trainer(tmp_path, averaging(k=3, **callback), **run)
-    with pytest.raises(ConfigError, match=message):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ran = trainer(tmp_path, averaging(k=3, **callback), **run)
         ran.train()
-    assert ran.state.global_step == 0
+    ours = [str(w.message) for w in said if "without averaging" in str(w.message)]
+    assert len(ours) == 1
+    assert re.search(message, ours[0])
+    assert ran.state.global_step == ran.state.max_steps
+    assert not any("eval_averaged_loss" in row for row in ran.state.log_history)
 
 
 def test_a_metric_that_will_not_come_is_found_at_the_first_evaluation(tmp_path: Path) -> None:

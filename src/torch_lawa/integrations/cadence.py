@@ -18,13 +18,17 @@ class Cadence:
     """A schedule, the unit in which the framework asks it, and how many units it leaves out.
 
     `schedule` is the configuration and stays as it is: each averager has a copy, whose state is
-    saved with the window. `start` is a number of units, or a fraction of the run.
+    saved with the window. `start` is a number of units, or a fraction of the run; `other_start` a
+    number of the other units (epochs, if `unit` is steps) that must be complete as well.
     """
 
-    def __init__(self, schedule: Schedule, unit: Unit, start: int | float = 0) -> None:
+    def __init__(
+        self, schedule: Schedule, unit: Unit, start: int | float = 0, other_start: int = 0
+    ) -> None:
         check_kind("schedule", schedule, "due", "Every(n) or OnPlateau()")
         check_start(start, f"collecting by {unit}")
         self.schedule, self.unit, self.start = copy.deepcopy(schedule), unit, start
+        self.other_start = other_start
 
     def due(
         self,

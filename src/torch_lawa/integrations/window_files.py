@@ -9,6 +9,7 @@ is a single file renames only when that file is complete, and gives both the sam
 process is killed, the window that carries the checkpoint's token is there under one of its names.
 """
 
+import contextlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -32,6 +33,7 @@ __all__ = [
     "SavedWindows",
     "WindowFile",
     "load_window",
+    "refuse_window",
     "save_window",
     "window_beside",
     "window_inside",
@@ -41,7 +43,7 @@ IN_TRAINER_CHECKPOINT = Path("averaged", "window")  # of the Transformers Traine
 
 # No digits in these names: Lightning numbers the checkpoints of SLURM jobs by all the digits in
 # the names of the files it finds.
-_BESIDE = ".lawa"
+_FOLDER = ".lawa"  # hidden, so that whoever lists checkpoints does not find windows among them
 _FILE = ".pt"
 _PENDING = ".new"  # complete, but its checkpoint may not be
 _UNFINISHED = ".partial"
@@ -50,8 +52,18 @@ _VERSION = 1
 
 
 def window_beside(checkpoint: str) -> "WindowFile":
-    """The window of a checkpoint that is one file: `last.ckpt` and `last.ckpt.lawa`."""
-    return WindowFile(checkpoint + _BESIDE)
+    """The window of a checkpoint that is one file: `last.ckpt` and `.lawa/last.ckpt`."""
+    parent, slash, name = checkpoint.rpartition("/")
+    return WindowFile(f"{parent}{slash}{_FOLDER}/{name}")
+
+
+def refuse_window(path: str, state: Any) -> None:
+    """Raise if what was read from `path` as a checkpoint is a window."""
+    if isinstance(state, Mapping) and {"version", "token", "windows"} <= set(state):
+        raise StateError(
+            f"{path} is the window beside a checkpoint, not a checkpoint: pass the file of that "
+            f"name in the folder above {_FOLDER}."
+        )
 
 
 def window_inside(path: Path) -> "WindowFile":
@@ -173,6 +185,10 @@ class WindowFile:
                 self._remove(location + suffix)
         parent = Path(self._file).parent
         if self._is_local and parent.is_dir():
+            if parent.name == _FOLDER:
+                with contextlib.suppress(OSError):  # there are other windows
+                    parent.rmdir()
+                    parent = parent.parent
             sync_folder(parent)
 
     def read(self) -> Iterator[SavedWindows]:
@@ -184,6 +200,7 @@ class WindowFile:
 
     def _write_file(self, state: Mapping[str, Any]) -> None:
         if not self._is_local:
+            self._system.makedirs(self._system._parent(self._file), exist_ok=True)
             with self._system.open(self._file + _PENDING, "wb") as file:
                 torch.save(state, file)
             return

@@ -50,32 +50,21 @@ def make_cadence(
     start, other = update_starting_at_step, update_starting_at_epoch
     if not by_steps:
         start, other = other, start
-    if other is not None:
-        raise ConfigError(
-            f"snapshots are counted in {unit} here: give the start as "
-            f"update_starting_at_{unit[:-1]}, or count in the other unit."
-        )
     every = Every(update_every_n_steps or update_every_n_epochs or 1)
-    return Cadence(schedule if schedule is not None else every, unit, start or 0)
+    return Cadence(schedule if schedule is not None else every, unit, start or 0, other or 0)
 
 
 def check_run(cadence: Cadence, trainer: Trainer, min_snapshots: int) -> None:
-    """Refuse a run without a single snapshot, and warn about one without an average."""
+    """Warn about a run that is too short for an average: it is trained as if without averaging."""
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
     found = cadence.shortfall(_run_length(trainer, cadence.unit), min_snapshots)
-    if found is None:
-        return
-    expected, problem = found
-    if not expected:
-        raise ConfigError(
-            f"{problem}. Start earlier (update_starting_at_{cadence.unit[:-1]}={cadence.start}), "
-            f"collect more often ({cadence.schedule}), or train longer."
+    if found is not None:
+        rank_zero_warn(
+            f"{found[1]}, so evaluation will use the trained weights to the end of this run. "
+            f"Train longer, collect more often ({cadence.schedule}), start earlier, lower k, or "
+            "set min_snapshots=1."
         )
-    rank_zero_warn(
-        f"{problem}, so evaluation will use the trained weights to the end of this run. Collect "
-        "more often, lower k, or set min_snapshots=1."
-    )
 
 
 def _check_int(name: str, value: object, least: int) -> None:

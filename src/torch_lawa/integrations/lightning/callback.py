@@ -21,7 +21,11 @@ from torch_lawa.integrations.lightning.average import ModuleAverage
 from torch_lawa.integrations.lightning.cadence import Interval, check_run, make_cadence
 from torch_lawa.integrations.lightning.checkpoints import attach_windows
 from torch_lawa.integrations.lightning.side_by_side import evaluate_twice
-from torch_lawa.integrations.lightning.strategies import check_strategy, trained_model
+from torch_lawa.integrations.lightning.strategies import (
+    check_strategy,
+    refuse_reparametrisation,
+    trained_model,
+)
 from torch_lawa.ranks.agreement import check_same_decision
 from torch_lawa.schedule import Schedule, choose_schedule
 from torch_lawa.stores.base import Store
@@ -51,7 +55,8 @@ class LatestWeightAveraging(Callback):
         update_every_n_epochs: Take a snapshot after every so many complete epochs, before they are
             validated. The default is every epoch.
         update_starting_at_step: Leave out the first so many optimizer steps.
-        update_starting_at_epoch: Leave out the first so many epochs.
+        update_starting_at_epoch: Leave out the first so many epochs. Either start may be given,
+            whatever the snapshots are counted in.
         schedule: Any schedule, such as `Every(10)` or `OnPlateau()`, instead of
             `update_every_n_steps` and `update_every_n_epochs`. One that needs a loss is asked
             after each validation of `fit`.
@@ -140,7 +145,10 @@ class LatestWeightAveraging(Callback):
         index = step_idx if cadence.unit == "steps" else epoch_idx
         if index is None or cadence.schedule.needs_loss:
             return False
-        return cadence.due(self.averager, index + 1)
+        complete = self._average.latest_epoch + 1
+        if cadence.unit == "epochs":
+            complete = self._average.latest_step
+        return complete >= cadence.other_start and cadence.due(self.averager, index + 1)
 
     def batch_norm_forward(self, pl_module: Any, batch: Any) -> Any:
         """Run a batch of the train loader through the model, for its BatchNorm layers to see.
@@ -197,6 +205,7 @@ class LatestWeightAveraging(Callback):
                 "torch_lawa.integrations.lightning, and only that one."
             )
         check_strategy(trainer)
+        refuse_reparametrisation(trainer)
         others = [c for c in vars(trainer)["callbacks"] if isinstance(c, LatestWeightAveraging)]
         if not self.side_by_side and len(others) > 1:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The window beside each checkpoint that Lightning writes: `epoch=3.ckpt` and `epoch=3.ckpt.lawa`.
+"""The window beside each checkpoint that Lightning writes: `epoch=3.ckpt` and `.lawa/epoch=3.ckpt`.
 
 Lightning does not tell a callback where a checkpoint is written or when it is removed. It does
 tell the strategy, in every process, so four methods of the strategy are wrapped. (A
@@ -21,7 +21,7 @@ from torch_lawa.integrations.lightning.strategies import (
     sharded,
     trained_model,
 )
-from torch_lawa.integrations.window_files import SavedWindows, window_beside
+from torch_lawa.integrations.window_files import SavedWindows, refuse_window, window_beside
 from torch_lawa.swap import refuse_if_swapped
 
 __all__ = ["attach_windows"]
@@ -113,6 +113,7 @@ class _StrategyWrapper:
     def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> Any:
         """Load a checkpoint and its window; the window is empty if the checkpoint has none."""
         checkpoint = self._load_checkpoint(checkpoint_path, *args, **kwargs)
+        refuse_window(str(checkpoint_path), checkpoint)
         for average in self.averages:
             average.begin(self.trainer.lightning_module)
         entry = checkpoint.get(_KEY)

@@ -21,10 +21,23 @@ __all__ = [
     "check_strategy",
     "has_flat_shards",
     "preserved_buffer_sync",
+    "refuse_reparametrisation",
     "release_gathered",
     "sharded",
     "trained_model",
 ]
+
+
+def refuse_reparametrisation(trainer: Trainer) -> None:
+    """Raise if a callback will replace parameters during training, as pruning does."""
+    for callback in vars(trainer)["callbacks"]:
+        kinds = [kind.__name__ for kind in type(callback).__mro__]
+        if "ModelPruning" in kinds:
+            raise ConfigError(
+                f"{type(callback).__name__} replaces parameters by new ones with masks during "
+                "training, and snapshots from before and after have different tensors: average a "
+                "run without pruning, and prune the average afterwards."
+            )
 
 
 def trained_model(trainer: Trainer) -> nn.Module:

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import logging
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -125,6 +126,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
         self.resume_from: Path | None = None  # a checkpoint, from its loading to the first step
         self.model_is_final = False  # the Trainer has loaded its best model: nothing to swap in
         self._strategy: CollectStrategy = strategy
+        self._asked_for_saves = collect_strategy == "save"
         self._cadence = Cadence(
             schedule if schedule is not None else Every(collect_every),
             "epochs" if strategy == "epoch" else "steps",
@@ -201,11 +203,11 @@ class LatestWeightAveragingCallback(TrainerCallback):
     ) -> None:
         """Refuse what is known not to work before training begins."""
         self._require_trainer()
-        self._check_arguments(args)
+        self._check_arguments(args, warn=False)
         steps = args.max_steps if args.max_steps > 0 else None
         epochs = int(args.num_train_epochs) if steps is None else None
         saves = int(args.save_steps) if _saves(args) == "steps" and args.save_steps >= 1 else None
-        self._check_length(epochs if self._strategy == "epoch" else steps, saves)
+        self._check_length(args, epochs if self._strategy == "epoch" else steps, saves, warn=False)
 
     def on_train_begin(
         self,
@@ -218,7 +220,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
         self._require_trainer()
         model, loader = kwargs["model"], kwargs["train_dataloader"]
         require_visible_parameters(model)
-        self._check_arguments(args)
+        self._check_arguments(args, warn=True)
         total, per_epoch = int(state.max_steps), None
         if has_length(loader):
             per_epoch = max(math.ceil(len(loader) / args.gradient_accumulation_steps), 1)
@@ -229,7 +231,8 @@ class LatestWeightAveragingCallback(TrainerCallback):
                     "epoch is not known. Set collect_strategy='steps' and collect_every."
                 )
             total //= per_epoch
-        self._check_length(total, int(state.save_steps) if _saves(args) == "steps" else per_epoch)
+        saves_every = int(state.save_steps) if _saves(args) == "steps" else per_epoch
+        self._check_length(args, total, saves_every, warn=True)
         self._total, self._asked_step = total, -1
         # A run from the start ignores what a failed attempt to resume left behind.
         checkpoint = self.resume_from if state.global_step else None
@@ -356,27 +359,49 @@ class LatestWeightAveragingCallback(TrainerCallback):
                 "MyTrainer(LatestWeightAveragingMixin, YourTrainer)."
             )
 
-    def _check_length(self, total: int | None, saves_every: int | None) -> None:
-        """Refuse a run that gives too few snapshots for an average."""
+    def _check_length(
+        self, args: TrainingArguments, total: int | None, saves_every: int | None, *, warn: bool
+    ) -> None:
+        """Warn about a run that gives too few snapshots; refuse it if its options need one."""
+        if self._strategy == "save" and _saves(args) == "no":
+            return  # `_check_arguments` has said so
         asked: Iterable[int] | None = None
         if self._strategy == "save" and total is not None and saves_every is not None:
             asked = [*range(saves_every, total, saves_every), total]  # the end is saved, too
         found = self._cadence.shortfall(total, self.averager.min_snapshots, asked)
         if found is not None:
             option = "save_steps" if self._strategy == "save" else "collect_every"
-            raise ConfigError(
+            advice = (
                 f"{found[1]}. Train longer, collect more often ({option}), lower "
                 f"start={self._cadence.start} or k={self.averager.k}, or set min_snapshots=1."
             )
+            metric = str(args.metric_for_best_model)
+            if selects_average(metric):
+                raise ConfigError(f"metric_for_best_model={metric!r}: {advice}")
+            if warn:
+                warnings.warn(
+                    f"{advice} The weights are trained as if without averaging.", stacklevel=2
+                )
 
-    def _check_arguments(self, args: TrainingArguments) -> None:
+    def _check_arguments(self, args: TrainingArguments, *, warn: bool) -> None:
         saves = _saves(args)
         if self._strategy == "save" and saves not in ("steps", "epoch"):
             why = "nothing is saved" if saves == "no" else "saves depend on the metric"
-            raise ConfigError(
+            problem = (
                 f"collect_strategy='save' with save_strategy={saves!r}: {why}. Set "
                 "collect_strategy='steps' (and collect_every) or 'epoch'."
             )
+            if (
+                self._asked_for_saves
+                or saves != "no"
+                or selects_average(str(args.metric_for_best_model))
+            ):
+                raise ConfigError(problem)
+            if warn:
+                warnings.warn(
+                    f"{problem} Until then the weights are trained as if without averaging.",
+                    stacklevel=2,
+                )
         metric = str(args.metric_for_best_model)
         if self.metrics == "averaged" and selects_average(metric):
             raise ConfigError(
