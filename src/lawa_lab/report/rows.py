@@ -15,7 +15,8 @@ __all__ = ["find_files", "read_rows"]
 _COUNTS = {"epoch", "step", "num_devices", "k", "land", "budget_epochs", "peak_learning_rate"}
 _PLAN = ("schedule", "land", "budget_epochs", "peak_learning_rate")
 _IDENTITY = (
-    "recipe", "run", "seed", "step", "epoch", "weights", "k", "coefficients", "batch_norm", *_PLAN,
+    "recipe", "run", "seed", "step", "epoch", "weights", "k", "horizon", "coefficients",
+    "batch_norm", *_PLAN,
 )  # fmt: skip
 _LABELS = ("recipe", "run", "seed", "coefficients", "batch_norm", "device")
 

@@ -69,6 +69,9 @@ class Series:
         coefficients = row.get("coefficients") or None
         if weights == "averaged":
             coefficients = coefficients or "uniform"
+        if row.get("horizon") is not None:  # of `lawa sweep --horizon`: k differs from row to row
+            rule = "" if coefficients == "uniform" else f", {coefficients}"
+            return cls("averaged", None, f"horizon {row['horizon']:g}{rule}", row.get("batch_norm"))
         return cls(weights, row.get("k"), coefficients, row.get("batch_norm"))
 
 

@@ -88,6 +88,19 @@ def test_two_files_that_differ_about_a_moment_are_refused(tmp_path: Path) -> Non
     assert values(load_runs([one, same])[0], Series()) == (9, 8, 7)
 
 
+def test_shares_of_a_sweep_are_series_although_their_k_varies() -> None:
+    rows = [
+        {"weights": "averaged", "k": k, "horizon": share, "coefficients": rule}
+        for k, share, rule in ((2, 0.1, "uniform"), (3, 0.1, "uniform"), (3, 0.5, "blend:0.6"))
+    ]
+    assert [Series.of(row).coefficients for row in rows] == [
+        "horizon 0.1",
+        "horizon 0.1",
+        "horizon 0.5, blend:0.6",
+    ]
+    assert {Series.of(row).k for row in rows} == {None}
+
+
 def test_rows_of_a_sweep_stand_beside_those_of_its_run(tmp_path: Path) -> None:
     """A sweep repeats what the run found, without its clock, and adds windows of its own."""
     online = [row(2, 8, train_seconds=5.0), row(2, 7, k=2, train_seconds=5.0)]
