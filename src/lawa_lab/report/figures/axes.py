@@ -186,7 +186,7 @@ def _apart(places: Sequence[float], gap: float = 0.075) -> list[float]:
     """Sorted places moved as little as needed to be `gap` apart.
 
     >>> [round(place, 3) for place in _apart([0.1, 0.12, 0.9])]
-    [0.072, 0.148, 0.9]
+    [0.073, 0.147, 0.9]
     """
     groups: list[list[float]] = []  # places that touch, centred on their own mean
     for place in places:
