@@ -8,6 +8,7 @@ import errno
 import glob
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -134,10 +135,18 @@ class LocalPath(Location):
         return LocalPath(self.path / name, mapped=self.mapped)
 
     def is_file(self) -> bool:
-        return self.path.is_file()
+        return self._is(Path.is_file)
 
     def is_folder(self) -> bool:
-        return self.path.is_dir()
+        return self._is(Path.is_dir)
+
+    def _is(self, kind: Callable[[Path], bool]) -> bool:
+        try:
+            return kind(self.path)
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:  # nothing can have that name
+                raise
+            return False
 
     def children(self) -> "list[Location]":
         return [self.child(p.name) for p in sorted(self.path.iterdir())]

@@ -48,6 +48,7 @@ def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
         ({"a": ""}, "a shard must be a file in the same folder"),
         ({"a": 3}, "a shard must be a file in the same folder"),
         ({"a": "gone.safetensors"}, "names the shard 'gone.safetensors', which does not exist"),
+        ({"a": "long" * 100 + ".safetensors"}, "names the shard .* does not exist"),
         ({**GOOD, "c": "one.safetensors"}, "names 'c', which is not in this file"),
         ({"b": "one.safetensors", "a": "one.safetensors"}, "names 'b', which is not in this file"),
         ({}, "no weight_map"),
