@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from torch_lawa.checkpoints.find.select import Discovery, select
-from torch_lawa.checkpoints.storage.atomic import clear_stale, publish, remove
+from torch_lawa.checkpoints.formats.registry import is_checkpoint_file
+from torch_lawa.checkpoints.storage.atomic import publish, recover, remove
 from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import ConfigError, FormatError, LawaError, OutputError
 from torch_lawa.offline.average import Result, run_average
@@ -262,8 +263,8 @@ class Watcher:
             remove(aside)
             return None
         path.parent.mkdir(parents=True, exist_ok=True)
-        clear_stale(path)
-        publish(aside, path)
+        recover(path)
+        publish(aside, path, is_outdated=is_checkpoint_file)
         return Averaged(plan.inputs, replace(result, location=LocalPath(path)))
 
 

@@ -312,7 +312,7 @@ def test_a_window_that_is_not_full(tmp_path: Path) -> None:
 def test_a_failing_disk_leaves_nothing(
     act: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     _, averager, _ = trained()

@@ -189,7 +189,7 @@ def test_what_a_killed_process_left_beside_the_output_is_removed(
     trainer: Trainer, out: Path
 ) -> None:
     out.parent.mkdir()
-    left = out.with_name(f"{out.name}.99999999.old.partial")
+    left = out.with_name(f"{out.name}.{1:016x}.partial")
     left.touch()
     trainer.write(100)
     with Watch(trainer.folder, out, k=1) as watch:
