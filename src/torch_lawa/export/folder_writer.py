@@ -10,8 +10,9 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from torch_lawa.checkpoints.formats.registry import is_checkpoint_file, is_checkpoint_folder
+from torch_lawa.checkpoints.formats.registry import is_checkpoint_file
 from torch_lawa.checkpoints.formats.safetensors_folder import FolderSink, lay_file, write_index
+from torch_lawa.checkpoints.replacement import require_replaceable
 from torch_lawa.checkpoints.storage.atomic import (
     publish,
     require_space,
@@ -116,12 +117,6 @@ class FolderWriter:
 def _refuse(folder: Path, overwrite: bool) -> None:
     if not os.path.lexists(folder):
         return
-    if not folder.is_dir():
-        raise OutputError(f"{folder}: is a file, but an export writes a folder. Write elsewhere.")
-    if not overwrite:
+    if not overwrite and folder.is_dir():
         raise OutputError(f"{folder}: exists already. Pass overwrite=True to replace it.")
-    if any(folder.iterdir()) and not is_checkpoint_folder(LocalPath(folder)):
-        raise OutputError(
-            f"{folder}: contains other files than a checkpoint, and replacing the folder would "
-            "remove them. Write elsewhere, or remove the folder yourself."
-        )
+    require_replaceable(LocalPath(folder), is_file=False)

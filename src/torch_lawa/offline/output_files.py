@@ -17,6 +17,7 @@ from pathlib import Path
 from torch_lawa.checkpoints.formats.huggingface import INDEXES, read_json
 from torch_lawa.checkpoints.formats.registry import StagedValues, is_checkpoint_file
 from torch_lawa.checkpoints.formats.safetensors_folder import FolderSink, lay_file, write_index
+from torch_lawa.checkpoints.replacement import require_replaceable
 from torch_lawa.checkpoints.storage.atomic import (
     publish,
     require_space,
@@ -29,6 +30,8 @@ from torch_lawa.errors import LawaError, OutputError
 from torch_lawa.mean.dtypes import DTYPES
 from torch_lawa.offline.matching import PlannedTensor
 from torch_lawa.offline.output_plan import Output
+from torch_lawa.offline.side_files import read_pieces
+from torch_lawa.system_errors import named_errors
 
 __all__ = ["LaidFile", "SafetensorsSink", "lay_out", "writing"]
 
@@ -107,18 +110,35 @@ def _aside(output: Output) -> Iterator[Path]:
     else:
         target, mode = Path(tempfile.gettempdir(), "lawa-upload"), 0o700
     with staging(target, mode=mode) as folder:
+        _refuse_recovered(output)
         require_space(target.parent, output.space)
         try:
             yield folder
         except OutputError:
             raise
         except OSError as error:
-            if folder not in Path(str(error.filename)).parents:
+            named = Path(str(error.filename))
+            if folder not in (named, *named.parents):
                 raise  # an input
             raise OutputError(
                 f"{output.location}: cannot be written ({error.strerror}); nothing was changed. "
                 "Free some space, check the disk, or write elsewhere."
             ) from error
+
+
+def _refuse_recovered(output: Output) -> None:
+    """Apply the rules of the plan to an older result that was missing when it was made."""
+    if isinstance(output.location, LocalPath) and output.location.exists():
+        if not output.overwrite:
+            raise _exists(output.location)
+        require_replaceable(output.location, is_file=not output.is_folder)
+
+
+def _exists(location: Location) -> OutputError:
+    return OutputError(
+        f"{location}: another process wrote it meanwhile; it was kept. Pass --overwrite to replace "
+        "it."
+    )
 
 
 def _deliver(folder: Path, output: Output) -> None:
@@ -131,10 +151,7 @@ def _deliver(folder: Path, output: Output) -> None:
         try:
             publish(made, target, overwrite=output.overwrite, is_outdated=is_checkpoint_file)
         except FileExistsError:
-            raise OutputError(
-                f"{target}: another process wrote it meanwhile; it was kept. Pass --overwrite to "
-                "replace it."
-            ) from None
+            raise _exists(output.location) from None
         except PermissionError as error:
             raise OutputError(
                 f"{target}: cannot be replaced ({error.strerror}); it was kept. Does it belong to "
@@ -171,7 +188,9 @@ def _upload(folder: Path, location: RemoteURL, output: Output) -> None:
 
 
 def _copy(location: Location, path: Path, output: Output) -> None:
-    path.write_bytes(location.read_bytes())
+    with named_errors(path), path.open("wb") as file:
+        for piece in read_pieces(location):
+            file.write(piece)
     floats = {t.target.dtype for shard in output.shards for t in shard.tensors
               if t.source.dtype != t.target.dtype}  # fmt: skip
     if location.name == "config.json" and len(floats) == 1:

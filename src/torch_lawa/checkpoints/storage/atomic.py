@@ -26,10 +26,10 @@ from typing import Any, BinaryIO, cast
 
 from torch_lawa.checkpoints.storage.folder_lock import LOCK, try_lock
 from torch_lawa.errors import OutputError
+from torch_lawa.system_errors import named_errors
 
 __all__ = [
     "TEMPORARY",
-    "named_errors",
     "publish",
     "recover",
     "recover_all",
@@ -138,17 +138,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def named_errors(path: Path) -> Iterator[None]:
-    """Add `path` to system errors without one, as calls on open files raise them."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = str(path)
-        raise
 
 
 def reserve(file: int, size: int, path: Path) -> None:
