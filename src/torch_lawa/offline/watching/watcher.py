@@ -190,7 +190,9 @@ class Watcher:
             numbers = f"{state.snapshots[0].label} to {state.snapshots[-1].label}"
             count = f"{len(state.snapshots)} of {self._k}"
             self._say(f"resuming from {self._window.folder} ({count}, {numbers})")
-            if not self._target.path(state.snapshots[-1].number).exists():
+            newest = self._target.path(state.snapshots[-1].number)
+            recover(newest)
+            if not newest.exists():
                 self._window.state = replace(state, averaged="")
 
     def _note_trouble(self, text: str) -> None:
@@ -264,7 +266,9 @@ class Watcher:
             return None
         path.parent.mkdir(parents=True, exist_ok=True)
         recover(path)
-        publish(aside, path, is_outdated=is_checkpoint_file)
+        # With {step} in the name, what others wrote meanwhile is kept.
+        ours = not self._target.keeps_all or path.exists()
+        publish(aside, path, overwrite=ours, is_outdated=is_checkpoint_file)
         return Averaged(plan.inputs, replace(result, location=LocalPath(path)))
 
 
