@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch_lawa.errors import OutputError
 from torch_lawa.offline.average import average_checkpoints
 from torch_lawa.offline.options import AverageOptions
 from torch_lawa.offline.plan import plan_average
+from torch_lawa.offline.sweep import plan_sweep, run_sweep
 
 
 @pytest.fixture
@@ -181,3 +183,36 @@ def test_a_full_disk_is_named_by_the_writers_of_pytorch(
     with pytest.raises(OutputError, match=r"cannot be written \(No space"):
         average_checkpoints(run, tmp_path / name, last=2, options=options)
     assert os.listdir(tmp_path) == ["run"]
+
+
+KILLED_SWEEP = """
+import os, signal, sys
+from pathlib import Path
+from torch_lawa.offline import sweep
+die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+sweep.in_threads = die
+out = None if sys.argv[2] == "-" else sys.argv[2]
+sweep.run_sweep(
+    sweep.plan_sweep(sys.argv[1], [1, 2]), output=out, scratch=Path(sys.argv[3]),
+    evaluator=None if out else len,
+)
+"""
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_killed_sweep_leaves_nothing_for_good(run: Path, tmp_path: Path, keeps: bool) -> None:
+    """Neither beside results that the next sweep does not make, nor in the scratch folder."""
+    out, scratch = tmp_path / "out", tmp_path / "scratch"
+    scratch.mkdir()
+    words = [str(run), str(out) if keeps else "-", str(scratch)]
+    done = subprocess.run([sys.executable, "-c", KILLED_SWEEP, *words])
+    assert done.returncode == -signal.SIGKILL
+    where = out if keeps else scratch
+    assert os.listdir(where)
+    run_sweep(
+        plan_sweep(run, [2]),
+        evaluator=None if keeps else lambda state: {"w": state["w"].sum()},
+        output=out if keeps else None,
+        scratch=scratch,
+    )
+    assert os.listdir(where) == (["step-3-k-2.safetensors"] if keeps else [])
