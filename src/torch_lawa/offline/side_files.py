@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from torch_lawa.checkpoints.formats.base import Checkpoint
 from torch_lawa.checkpoints.formats.huggingface import WEIGHTS
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location
+from torch_lawa.system_errors import named_errors
 
 __all__ = ["links_out", "read_pieces", "side_files"]
 
@@ -27,7 +28,8 @@ def links_out(newest: Checkpoint) -> list[Location]:
 def read_pieces(location: Location) -> Iterator[bytes | memoryview]:
     """The bytes of a file, however large it is."""
     if isinstance(location, LocalPath):
-        with location.path.open("rb") as file:  # not mapped: it may be truncated meanwhile
+        # Not mapped: it may be truncated meanwhile.
+        with named_errors(location.path), location.path.open("rb") as file:
             while piece := file.read(_PIECE):
                 yield piece
         return

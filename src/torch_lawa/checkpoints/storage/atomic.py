@@ -292,7 +292,7 @@ def _move(source: Path, path: Path) -> None:
             os.link(source, path, follow_symlinks=False)
         except FileExistsError:
             raise
-        except OSError:  # no links here: the next lines are two steps
+        except (OSError, NotImplementedError):  # no links here: the next lines are two steps
             pass
         else:
             source.unlink()
@@ -342,7 +342,7 @@ def _carry_over(path: Path, made: Path, is_outdated: Callable[[str], bool]) -> N
             continue
         try:
             os.link(entry.path, kept, follow_symlinks=False)
-        except OSError:  # no links here, or not permitted
+        except (OSError, NotImplementedError):  # no links here, or not permitted
             shutil.copy2(entry.path, kept, follow_symlinks=False)
     sync_folder(made)
 
