@@ -48,6 +48,7 @@ TEMPORARY = ".partial"
 _NAME = re.compile(rf"(.+)\.[0-9a-f]{{16}}{re.escape(TEMPORARY)}", re.DOTALL)
 _NEW, _OLD = "new", "old"  # the entries of a temporary folder, beside its lock
 _NO_REPLACE, _EXCHANGE = 1, 2  # flags of renameat2
+_ATTEMPTS = 100  # to replace what other processes keep replacing, too
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
@@ -107,7 +108,7 @@ def publish(
     and removed. With `is_outdated`, of an older folder only the files with such names and those
     that the new folder has are removed: others stay, and a sub-folder is an error.
     """
-    while True:
+    for attempts_left in reversed(range(_ATTEMPTS)):
         with contextlib.suppress(FileExistsError):
             _move(made, path)
             break
@@ -117,7 +118,7 @@ def publish(
             _replace(made, path, is_outdated)
             break
         except (FileExistsError, FileNotFoundError):  # another process wrote or removed it
-            if not os.path.lexists(made):
+            if not os.path.lexists(made) or not attempts_left:
                 raise
     sync_folder(path.parent)
 
