@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from torch_lawa.errors import FormatError
+from torch_lawa.system_errors import named_errors
 
 __all__ = ["MetricsWriter", "Row", "read_metrics"]
 
@@ -48,8 +49,9 @@ class MetricsWriter:
         """Append one row."""
         text = json.dumps(_finite(row), allow_nan=False) + "\n"
         rest = memoryview(text.encode())
-        while rest:
-            rest = rest[self._file.write(rest) :]
+        with named_errors(self.path):
+            while rest:
+                rest = rest[self._file.write(rest) :]
 
     def close(self) -> None:
         """Close the file; a new writer can continue it."""

@@ -258,7 +258,7 @@ def test_any_placement_and_dtype(pair: tuple[Path, Any]) -> None:
         assert torch.equal(found[name].to(torch.complex128), tensor.to(torch.complex128)), name
 
 
-def no_room(*_: object) -> None:
+def no_room(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 

@@ -29,6 +29,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from lawa_lab.recipes.run_folder import RunFolder
 from lawa_lab.recipes.task import Worker
 from torch_lawa import LatestWeightAverager, OnPlateau, recalibrate_batch_norm
+from torch_lawa.checkpoints.storage.atomic import replacing
 from torch_lawa.errors import LawaError
 from torch_lawa.evaluation import evaluate_side_by_side
 from torch_lawa.ranks import barrier
@@ -399,11 +400,11 @@ def test_killed_where_folders_cannot_change_places(
 ) -> None:
     """Between two renames no checkpoint has its name; the new one, which is whole, gets it."""
     run = tmp_path / "run"
-    # Each save renames its index; the second also puts the first checkpoint aside.
-    killed(train(run, "fsdp", rank=0, target="os:rename", call=4, prepare="no exchange"), 0)
+    # Each save renames its index and its folder; the second also moves the first one aside.
+    killed(train(run, "fsdp", rank=0, target="os:rename", call=5, prepare="no exchange"), 0)
     assert saved_step(run) == 0
     assert (run / "checkpoint.partial" / ".metadata").exists()
-    assert len(list(run.glob("checkpoint.*.old.partial"))) == 1
+    assert len(list(run.glob("checkpoint.*.partial/old"))) == 1
     killed(train(run, "fsdp", "--resume", rank=1, target=STEP, call=6), 1)
     assert saved_step(run) == 20
     assert_goes_on(run, undisturbed("fsdp"), "fsdp")
@@ -456,28 +457,28 @@ def test_lawa_train_names_a_rank_that_hangs(
 
 
 def test_a_checkpoint_between_two_names_gets_its_own(tmp_path: Path) -> None:
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
     folder = RunFolder(tmp_path)
     halves = [
-        tmp_path / f"checkpoint.pt.{gone.pid}.partial",
-        tmp_path / "trajectory" / f"step-00000028-epoch-1.safetensors.{gone.pid}.partial",
+        tmp_path / f"checkpoint.pt.{1:016x}.partial",
+        tmp_path / "trajectory" / f"step-00000028-epoch-1.safetensors.{2:016x}.partial",
     ]
     folder.trajectory.mkdir()
-    alive = tmp_path / f"checkpoint.pt.{os.getpid()}.partial"
-    for path in (*halves, alive):
+    for path in halves:
         path.write_bytes(b"half")
     folder.unfinished.mkdir()
-    folder.recover()  # it has no index, so it is not whole
+    with replacing(folder.checkpoint) as file:
+        folder.recover()  # it has no index, so it is not whole
+        file.write(b"whole")
     assert not folder.shards.exists()
     assert not any(path.exists() for path in halves)
-    assert alive.exists()
+    assert folder.checkpoint.read_bytes() == b"whole"
     (folder.unfinished / ".metadata").write_bytes(b"newer")
-    old = tmp_path / f"checkpoint.{gone.pid}.old.partial"
-    old.mkdir()
+    aside = tmp_path / f"checkpoint.{3:016x}.partial"
+    (aside / "old").mkdir(parents=True)
+    (aside / "lock").touch()
     folder.recover()
     assert (folder.shards / ".metadata").read_bytes() == b"newer"
-    assert not old.exists()
+    assert not aside.exists()
     folder.unfinished.mkdir()
     (folder.unfinished / ".metadata").write_bytes(b"newest, or the one before")
     folder.recover()
@@ -501,9 +502,8 @@ def test_killed_before_its_first_checkpoint_a_run_writes_its_rows_anew(tmp_path:
 def prepare(how: str) -> None:
     """Change what is not a fault of this process."""
     if how == "no exchange":
-        importlib.import_module("torch_lawa.checkpoints.storage.atomic")._exchange = lambda *_: (
-            False
-        )
+        atomic = importlib.import_module("torch_lawa.checkpoints.storage.atomic")
+        atomic._renameat2 = lambda *_: False
     elif how == "stall":
         importlib.import_module("lawa_lab.recipes.runtime")._TIMEOUT = timedelta(seconds=15)
 

@@ -17,7 +17,7 @@ from lawa_lab.recipes.config import TrainConfig
 from lawa_lab.recipes.registry import find_recipe
 from torch_lawa._version import __version__
 from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
-from torch_lawa.checkpoints.storage.atomic import TEMPORARY, clear_stale, publish, remove, replacing
+from torch_lawa.checkpoints.storage.atomic import TEMPORARY, publish, recover_all, remove, replacing
 from torch_lawa.errors import ConfigError, LawaError, StateError
 from torch_lawa.metrics import read_metrics
 
@@ -129,13 +129,11 @@ class RunFolder:
 
     def recover(self) -> None:
         """Clean up after a killed process, before a checkpoint is loaded."""
-        # If two folders cannot be exchanged atomically, the old checkpoint is removed first.
+        # If two folders cannot be exchanged atomically, the old checkpoint is moved aside first.
         if not self.shards.exists() and (self.unfinished / ".metadata").exists():
             publish(self.unfinished, self.shards)  # its index is written last, so it is complete
-        for path in (self.config, self.metrics, self.checkpoint, self.shards, self.averaged):
-            clear_stale(path)
-        for left in self.trajectory.glob(f"*{TEMPORARY}"):
-            clear_stale(left.with_name(f"{left.name.partition('.')[0]}.safetensors"))
+        for folder in (self.path, self.trajectory):
+            recover_all(folder)
 
     def write_plan(self, plan: RunPlan, facts: Mapping[str, Any]) -> None:
         """Store the plan, with versions and other facts."""

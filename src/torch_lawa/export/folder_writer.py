@@ -3,22 +3,22 @@
 import contextlib
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
-from torch_lawa.checkpoints.formats.registry import is_checkpoint_folder
+from torch_lawa.checkpoints.formats.registry import is_checkpoint_file
 from torch_lawa.checkpoints.formats.safetensors_folder import FolderSink, lay_file, write_index
+from torch_lawa.checkpoints.replacement import require_replaceable
 from torch_lawa.checkpoints.storage.atomic import (
-    clear_stale,
     publish,
-    remove,
     require_space,
+    staging,
     sync_file,
     sync_folder,
-    temporary_name,
 )
 from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import OutputError
@@ -32,18 +32,16 @@ class FolderWriter:
 
     def __init__(self, folder: Path, plan: ExportPlan, *, overwrite: bool) -> None:
         _refuse(folder, overwrite)
-        self._target, self._plan = folder, plan
-        self._aside = temporary_name(folder)
+        self._target, self._plan, self._overwrite = folder, plan, overwrite
+        self._stack = ExitStack()
         self._sink: FolderSink | None = None
 
     def __enter__(self) -> "FolderWriter":
         try:
             with self._explained():
                 self._target.parent.mkdir(parents=True, exist_ok=True)
-                clear_stale(self._target)
+                self._aside = self._stack.enter_context(staging(self._target))
                 require_space(self._target.parent, self._plan.num_bytes)
-                remove(self._aside)
-                self._aside.mkdir()
                 self._sink = FolderSink(self._aside, self._lay_files())
         except BaseException:
             self.__exit__(None, None, None)
@@ -84,9 +82,14 @@ class FolderWriter:
             sync_folder(self._aside)
 
     def publish(self) -> None:
-        """Rename the folder to its final name, replacing an older one."""
+        """Rename the folder to its final name, replacing the checkpoint in an older one."""
         with self._explained():
-            publish(self._aside, self._target)
+            publish(
+                self._aside,
+                self._target,
+                overwrite=self._overwrite,
+                is_outdated=is_checkpoint_file,
+            )
 
     def __exit__(
         self,
@@ -96,8 +99,7 @@ class FolderWriter:
     ) -> None:
         if self._sink is not None:
             self._sink.close()
-        with contextlib.suppress(OSError):
-            remove(self._aside)
+        self._stack.close()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -115,12 +117,6 @@ class FolderWriter:
 def _refuse(folder: Path, overwrite: bool) -> None:
     if not os.path.lexists(folder):
         return
-    if not folder.is_dir():
-        raise OutputError(f"{folder}: is a file, but an export writes a folder. Write elsewhere.")
-    if not overwrite:
+    if not overwrite and folder.is_dir():
         raise OutputError(f"{folder}: exists already. Pass overwrite=True to replace it.")
-    if any(folder.iterdir()) and not is_checkpoint_folder(LocalPath(folder)):
-        raise OutputError(
-            f"{folder}: contains other files than a checkpoint, and replacing the folder would "
-            "remove them. Write elsewhere, or remove the folder yourself."
-        )
+    require_replaceable(LocalPath(folder), is_file=False)

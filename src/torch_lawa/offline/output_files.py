@@ -8,37 +8,32 @@ new shards would be a checkpoint that never existed.
 
 import contextlib
 import json
-import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_lawa.checkpoints.formats.huggingface import INDEXES, WEIGHTS, read_json
-from torch_lawa.checkpoints.formats.registry import StagedValues
+from torch_lawa.checkpoints.formats.huggingface import INDEXES, read_json
+from torch_lawa.checkpoints.formats.registry import StagedValues, is_checkpoint_file
 from torch_lawa.checkpoints.formats.safetensors_folder import FolderSink, lay_file, write_index
+from torch_lawa.checkpoints.replacement import require_replaceable
 from torch_lawa.checkpoints.storage.atomic import (
-    TEMPORARY,
-    clear_stale,
     publish,
-    remove,
     require_space,
+    staging,
     sync_file,
     sync_folder,
-    temporary_name,
 )
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location, RemoteURL
 from torch_lawa.errors import LawaError, OutputError
 from torch_lawa.mean.dtypes import DTYPES
 from torch_lawa.offline.matching import PlannedTensor
 from torch_lawa.offline.output_plan import Output
+from torch_lawa.offline.side_files import read_pieces
+from torch_lawa.system_errors import named_errors
 
 __all__ = ["LaidFile", "SafetensorsSink", "lay_out", "writing"]
-
-_SHARD = re.compile(r".+-[0-9]{5}-of-[0-9]{5}\.(safetensors|bin)|.+\.distcp")
-_STATE_FILES = ("lawa.json", "trainer_state.json")  # they describe the older result
 
 
 @dataclass(frozen=True)
@@ -110,22 +105,40 @@ def writing(
 def _aside(output: Output) -> Iterator[Path]:
     """A temporary folder on the disk of the target, removed in any case."""
     if isinstance(output.location, LocalPath):
-        target = output.location.path
+        target, mode = output.location.path, 0o777
         target.parent.mkdir(parents=True, exist_ok=True)
-        clear_stale(target)
-        require_space(target.parent, output.space)
-        folder = temporary_name(target)
-        remove(folder)
-        folder.mkdir()
     else:
-        base = Path(tempfile.gettempdir(), "lawa-upload")
-        clear_stale(base)
-        require_space(base.parent, output.space)
-        folder = Path(tempfile.mkdtemp(TEMPORARY, f"{base.name}.{os.getpid()}."))
-    try:
-        yield folder
-    finally:
-        remove(folder)
+        target, mode = Path(tempfile.gettempdir(), "lawa-upload"), 0o700
+    with staging(target, mode=mode) as folder:
+        _refuse_recovered(output)
+        require_space(target.parent, output.space)
+        try:
+            yield folder
+        except OutputError:
+            raise
+        except OSError as error:
+            named = Path(str(error.filename))
+            if folder not in (named, *named.parents):
+                raise  # an input
+            raise OutputError(
+                f"{output.location}: cannot be written ({error.strerror}); nothing was changed. "
+                "Free some space, check the disk, or write elsewhere."
+            ) from error
+
+
+def _refuse_recovered(output: Output) -> None:
+    """Apply the rules of the plan to an older result that was missing when it was made."""
+    if isinstance(output.location, LocalPath) and output.location.exists():
+        if not output.overwrite:
+            raise _exists(output.location)
+        require_replaceable(output.location, is_file=not output.is_folder)
+
+
+def _exists(location: Location) -> OutputError:
+    return OutputError(
+        f"{location}: another process wrote it meanwhile; it was kept. Pass --overwrite to replace "
+        "it."
+    )
 
 
 def _deliver(folder: Path, output: Output) -> None:
@@ -133,16 +146,17 @@ def _deliver(folder: Path, output: Output) -> None:
         _upload(folder, output.location, output)
     elif isinstance(output.location, LocalPath):
         target = output.location.path
-        if not output.overwrite and os.path.lexists(target):
+        sync_folder(folder)
+        made = folder if output.is_folder else folder / target.name
+        try:
+            publish(made, target, overwrite=output.overwrite, is_outdated=is_checkpoint_file)
+        except FileExistsError:
+            raise _exists(output.location) from None
+        except PermissionError as error:
             raise OutputError(
-                f"{target}: another process wrote it meanwhile; it was kept. Pass --overwrite to "
-                "replace it."
-            )
-        if output.is_folder:
-            sync_folder(folder)
-            publish(folder, target)
-        else:
-            publish(folder / target.name, target)
+                f"{target}: cannot be replaced ({error.strerror}); it was kept. Does it belong to "
+                "another user? Write elsewhere."
+            ) from error
 
 
 def _upload(folder: Path, location: RemoteURL, output: Output) -> None:
@@ -168,17 +182,15 @@ def _upload(folder: Path, location: RemoteURL, output: Output) -> None:
             with contextlib.suppress(LawaError):
                 target.remove()
         raise
-    for name in sorted(older - set(names), key=_is_shard):  # indexes before shards
-        if name in (*WEIGHTS, *INDEXES, *_STATE_FILES, ".metadata") or _is_shard(name):
-            location.child(name).remove()
-
-
-def _is_shard(name: str) -> bool:
-    return _SHARD.fullmatch(name) is not None
+    outdated = {name for name in older - set(names) if is_checkpoint_file(name)}
+    for name in sorted(outdated, key=lambda name: (name not in INDEXES, name)):
+        location.child(name).remove()
 
 
 def _copy(location: Location, path: Path, output: Output) -> None:
-    path.write_bytes(location.read_bytes())
+    with named_errors(path), path.open("wb") as file:
+        for piece in read_pieces(location):
+            file.write(piece)
     floats = {t.target.dtype for shard in output.shards for t in shard.tensors
               if t.source.dtype != t.target.dtype}  # fmt: skip
     if location.name == "config.json" and len(floats) == 1:

@@ -1,18 +1,19 @@
 """What the output will consist of: its format, its files, the tensors in each."""
 
 import os
+import posixpath
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
 from torch_lawa.checkpoints.formats.base import Checkpoint, CheckpointLayout, TensorSpec
-from torch_lawa.checkpoints.formats.huggingface import WEIGHTS
 from torch_lawa.checkpoints.formats.registry import (
     FORMATS,
     FormatWriter,
     file_suffixes,
     format_of_file,
     format_of_layout,
-    is_checkpoint_folder,
     output_layouts,
 )
 from torch_lawa.checkpoints.formats.safetensors_folder import (
@@ -21,16 +22,14 @@ from torch_lawa.checkpoints.formats.safetensors_folder import (
     shard_names,
     widest_first,
 )
-from torch_lawa.checkpoints.storage.paths import LocalPath, Location
+from torch_lawa.checkpoints.replacement import require_replaceable
+from torch_lawa.checkpoints.storage.paths import LocalPath, Location, RemoteURL
 from torch_lawa.errors import ConfigError, OutputError
 from torch_lawa.offline.matching import PlannedTensor
 from torch_lawa.offline.options import AverageOptions
+from torch_lawa.offline.side_files import side_files
 
-__all__ = ["Output", "Shard", "plan_output", "side_files"]
-
-# Files that `from_pretrained` may need beside the weights, but not the state of the run.
-_COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
-_NOT_COPIED = ("trainer_state.json", "lawa.json")
+__all__ = ["Output", "Shard", "plan_output"]
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ def plan_output(
         )
     shards = _shards(location, newest, tensors, "single" if converted else chosen,
                      max_shard_size, is_file)  # fmt: skip
-    _refuse_clashes(location, checkpoints, overwrite)
+    _refuse_clashes(location, checkpoints, is_file=is_file, overwrite=overwrite)
     return Output(
         location=location,
         kind=found.name,
@@ -168,29 +167,12 @@ def _stem(newest: Checkpoint) -> str:
     return "model"
 
 
-def side_files(newest: Checkpoint) -> list[Location]:
-    """The files beside the weights that are copied into an output folder."""
-    folder = newest.location
-    if not folder.is_folder():
-        if folder.name not in WEIGHTS:
-            return []
-        folder = folder.parent
-    return [
-        location
-        for location in folder.children()
-        if location.suffix in _COPIED
-        and location.is_file()
-        and location.name not in _NOT_COPIED
-        and not location.name.endswith(".index.json")
-    ]
-
-
-def _refuse_clashes(location: Location, checkpoints: Sequence[Checkpoint], overwrite: bool) -> None:
-    ours = _resolved(location)
+def _refuse_clashes(
+    location: Location, checkpoints: Sequence[Checkpoint], *, is_file: bool, overwrite: bool
+) -> None:
     for checkpoint in checkpoints:
         for part in (checkpoint.location, *checkpoint.files):
-            theirs = _resolved(part)
-            if theirs == ours or theirs.startswith(ours + "/") or ours.startswith(theirs + "/"):
+            if _overlap(location, part):
                 raise OutputError(
                     f"{location}: the output is, contains or is inside the input "
                     f"{checkpoint.location}. Write elsewhere."
@@ -201,13 +183,8 @@ def _refuse_clashes(location: Location, checkpoints: Sequence[Checkpoint], overw
         return
     if not overwrite:
         raise OutputError(f"{location}: already exists. Pass --overwrite to replace it.")
-    # On a server nothing but weights is ever removed.
-    other = location.local and location.is_folder() and bool(location.children())
-    if other and not is_checkpoint_folder(location):
-        raise OutputError(
-            f"{location}: this folder contains more than a checkpoint, and --overwrite would "
-            "remove all of it. Write elsewhere, or remove the folder yourself."
-        )
+    if isinstance(location, LocalPath):  # on a server nothing but weights is ever removed
+        require_replaceable(location, is_file=is_file)
 
 
 def _refuse_odd(location: LocalPath) -> None:
@@ -222,5 +199,25 @@ def _refuse_odd(location: LocalPath) -> None:
         raise OutputError(f"{location}: {above} is not a folder. Write elsewhere.")
 
 
-def _resolved(location: Location) -> str:
-    return str(location.path.resolve()) if isinstance(location, LocalPath) else str(location)
+def _overlap(a: Location, b: Location) -> bool:
+    """Whether one is the other, contains it or is inside it, however they are written."""
+    if isinstance(a, LocalPath) and isinstance(b, LocalPath):
+        one, other = _entries(a.path.resolve()), _entries(b.path.resolve())
+        return one[0] in other or other[0] in one
+    if isinstance(a, RemoteURL) and isinstance(b, RemoteURL) and type(a.fs) is type(b.fs):
+        first, second = (PurePosixPath(posixpath.normpath("/" + p.path)) for p in (a, b))
+        return first.is_relative_to(second) or second.is_relative_to(first)
+    return False
+
+
+def _entries(path: Path) -> list[tuple[object, ...]]:
+    """What a path and each folder above it are to the file system."""
+    above = [] if path == path.parent else _entries(path.parent)
+    inside = above[0] if above else ()
+    try:
+        found = path.stat()
+    except OSError:
+        return [(*inside, path.name), *above]
+    if not stat.S_ISDIR(found.st_mode) and found.st_nlink > 1:
+        return [(*inside, path.name), *above]  # replacing one of its names leaves the others
+    return [(found.st_dev, found.st_ino), *above]

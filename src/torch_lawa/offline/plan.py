@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch_lawa.checkpoints.find.select import Discovery, FoundCheckpoint, find_checkpoints, select
+from torch_lawa.checkpoints.find.step_names import few
 from torch_lawa.checkpoints.formats.base import Checkpoint
 from torch_lawa.checkpoints.formats.huggingface import read_json
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
@@ -16,6 +17,7 @@ from torch_lawa.errors import ConfigError, LayoutError
 from torch_lawa.offline.matching import PlannedTensor, match_tensors, shared_aliases
 from torch_lawa.offline.options import DEFAULTS, AverageOptions
 from torch_lawa.offline.output_plan import Output, plan_output
+from torch_lawa.offline.side_files import links_out
 from torch_lawa.units import format_bytes
 
 __all__ = ["AveragePlan", "Input", "PlannedInput", "plan_average", "plan_found", "plan_opened"]
@@ -244,6 +246,11 @@ def _notes(
         notes.append(
             f"BatchNorm's running statistics ({statistics} layers) come from the newest "
             "checkpoint; re-estimate them before use (torch_lawa.recalibrate_batch_norm)."
+        )
+    if links := links_out(opened[-1]):
+        notes.append(
+            f"left out: {few(link.name for link in links)}, a link to a file outside of the "
+            "checkpoint's folder; copy that file if the result needs it."
         )
     if any(t.name.endswith(("lora_A.weight", "lora_B.weight")) for t in tensors):
         notes.append(

@@ -18,6 +18,7 @@ from torch_lawa.checkpoints.find.select import FoundCheckpoint, find_checkpoints
 from torch_lawa.checkpoints.find.step_names import few
 from torch_lawa.checkpoints.formats.base import TensorSpec
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
+from torch_lawa.checkpoints.storage.atomic import recover_all, staging
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location, parse_location
 from torch_lawa.coefficients import Uniform, name_coefficients
 from torch_lawa.errors import ConfigError, FormatError, OutputError
@@ -275,10 +276,12 @@ def run_sweep(
     with ExitStack() as stack:
         writer = stack.enter_context(MetricsWriter(metrics)) if metrics else None
         if output is None:
-            temporary = tempfile.TemporaryDirectory(prefix="lawa-sweep-", dir=scratch)
-            folder: Location = LocalPath(stack.enter_context(temporary))
+            base = Path(scratch or tempfile.gettempdir(), "lawa-sweep")
+            folder: Location = LocalPath(stack.enter_context(staging(base, mode=0o700)))
         else:
             folder = parse_location(output)
+            if isinstance(folder, LocalPath):
+                recover_all(folder.path)  # also of windows that are not asked for again
         locations = {w: folder.child(f"{w.name}.safetensors") for w in todo}
         made = [w for w in todo if output is not None and _is_made(plan, w, locations[w])]
         known = set(made)

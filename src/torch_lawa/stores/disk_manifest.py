@@ -1,13 +1,20 @@
 """`manifest.json`: the snapshots of a window on disk, their files and their layout."""
 
 import json
-from collections.abc import Mapping, Sequence
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from torch_lawa.checkpoints.storage.state_files import (
+    StateRow,
+    a_list,
+    a_text,
+    a_whole_number,
+    read_state,
+)
 from torch_lawa.errors import StoreError
 from torch_lawa.stores.base import FlatLayout, Notes, Snapshot
 
@@ -85,23 +92,12 @@ class Manifest:
         """The manifest of a folder; an empty one if there is none."""
         path = folder / MANIFEST
         try:
-            found = json.loads(path.read_text())
-            if found["format"] != _FORMAT:
-                raise ValueError(f"format {found['format']!r}, expected {_FORMAT}")
-            return Manifest(
-                serial=int(found["serial"]),
-                run=int(found["run"]),
-                began=int(found["began"]),
-                age=int(found["age"]),
-                rows=tuple(_row(row) for row in found["snapshots"]),
-                averaged=_layout(found["averaged"]),
-                kept=_layout(found["kept"]),
-            )
+            return read_state(path, _parse)
         except FileNotFoundError:
             return Manifest()
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except ValueError as error:
             raise StoreError(
-                f"{path}: the manifest of the snapshot folder is damaged ({error!r}). Restore the "
+                f"{path}: the manifest of the snapshot folder is damaged ({error}). Restore the "
                 "file, or remove the folder to begin a new window."
             ) from None
 
@@ -111,27 +107,60 @@ def entries(layout: FlatLayout) -> list[tuple[str, torch.dtype, tuple[int, ...]]
     return [(e.name, g.stored, tuple(e.shape)) for g in layout.groups for e in g.entries]
 
 
-def _row(row: Mapping[str, Any]) -> ManifestRow:
-    kept = row["kept_file"]
-    return ManifestRow(
-        Snapshot(int(row["index"]), int(row["step"])),
-        int(row["run"]),
-        str(row["file"]),
-        None if kept is None else str(kept),
-        _notes(row["notes"]) if row["notes"] else None,
+def _parse(row: StateRow) -> Manifest:
+    if row.take("format", a_whole_number()) != _FORMAT:
+        raise ValueError(f"it has another format than {_FORMAT}")
+    manifest = Manifest(
+        serial=row.take("serial", a_whole_number()),
+        run=row.take("run", a_whole_number()),
+        began=row.take("began", a_whole_number()),
+        age=row.take("age", _an_integer),
+        rows=tuple(row.take("snapshots", a_list(_row))),
+        averaged=row.take("averaged", _layout),
+        kept=row.take("kept", _layout),
     )
+    row.end()
+    indices = [r.snapshot.index for r in manifest.rows]
+    files = [name for r in manifest.rows for name in r.files]
+    if indices != sorted(set(indices)) or len(set(files)) < len(files):
+        raise ValueError("its snapshots are not in order")
+    return manifest
 
 
-def _notes(found: Mapping[str, Any]) -> Notes:
-    return {
-        "num_steps": int(found["num_steps"]),
-        "num_collected": int(found["num_collected"]),
-        "schedule_kind": str(found["schedule_kind"]),
-        "schedule": dict(found["schedule"]),
-        "ties": dict(found["ties"]),
-        "excluded": list(found.get("excluded", ())),
-        "shards": str(found["shards"]),
+_an_integer = a_whole_number(-(2**63))
+
+
+def _row(found: Any) -> ManifestRow:
+    row = StateRow(found)
+    made = ManifestRow(
+        Snapshot(row.take("index", a_whole_number()), row.take("step", _an_integer)),
+        row.take("run", a_whole_number()),
+        row.take("file", a_text(r"window-[0-9]+\.safetensors")),
+        row.take("kept_file", _kept_file),
+        row.take("notes", lambda notes: _notes(notes) if notes != {} else None),
+    )
+    row.end()
+    return made
+
+
+def _kept_file(found: Any) -> str | None:
+    return None if found is None else a_text(r"kept-[0-9]+\.safetensors")(found)
+
+
+def _notes(found: Any) -> Notes:
+    row = StateRow(found)
+    notes: Notes = {
+        "num_steps": row.take("num_steps", a_whole_number()),
+        "num_collected": row.take("num_collected", a_whole_number()),
+        "schedule_kind": row.take("schedule_kind", a_text()),
+        # Its own `load_state_dict` knows what it may hold.
+        "schedule": row.take("schedule", lambda s: StateRow(s).take_all(a_text(), lambda v: v)),
+        "ties": row.take("ties", lambda ties: StateRow(ties).take_all(a_text(), a_text())),
+        "excluded": row.take("excluded", a_list(a_text())),
+        "shards": row.take("shards", a_text()),
     }
+    row.end()
+    return notes
 
 
 def _described(layout: FlatLayout) -> list[list[Any]]:
@@ -142,14 +171,32 @@ def _described(layout: FlatLayout) -> list[list[Any]]:
     ]
 
 
-def _layout(rows: Sequence[Any]) -> FlatLayout:
+def _layout(found: Any) -> FlatLayout:
     """The layout from its description, without reading any values."""
-    tensors = {}
-    dtypes = {}
+    rows = a_list(a_list(lambda value: value))(found)
+    specs: dict[str, tuple[torch.dtype, list[int]]] = {}
     narrow = None
-    for name, dtype, stored, shape in rows:
-        dtypes[name] = getattr(torch, dtype)
+    for row in rows:
+        if len(row) != 4:
+            raise ValueError(f"{row!r:.60}, expected a name, two dtypes and a shape")
+        name = a_text()(row[0])
+        dtype, stored = (getattr(torch, a_text(r"\w+")(d), None) for d in row[1:3])
+        shape = a_list(a_whole_number())(row[3])
+        if not isinstance(dtype, torch.dtype) or not isinstance(stored, torch.dtype):
+            raise ValueError(f"{row!r:.60}, expected two dtypes of PyTorch")
+        if math.prod(shape) >= 2**59:
+            raise ValueError(f"{row!r:.60}, which is too large")
         if stored != dtype:
-            narrow = getattr(torch, stored)
-        tensors[name] = torch.zeros((), dtype=dtypes[name], device="cpu").expand(shape)
-    return FlatLayout.of(tensors, storage_dtype=narrow, packed=True)
+            narrow = stored
+        specs[name] = dtype, shape
+    try:
+        tensors = {
+            name: torch.zeros((), dtype=dtype, device="cpu").expand(shape)
+            for name, (dtype, shape) in specs.items()
+        }
+        layout = FlatLayout.of(tensors, storage_dtype=narrow, packed=True)
+    except Exception as error:
+        raise ValueError(f"not a layout ({error})") from None
+    if _described(layout) != rows:
+        raise ValueError("not the layout of a snapshot")
+    return layout

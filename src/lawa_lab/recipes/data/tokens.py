@@ -21,11 +21,9 @@ import numpy.typing as npt
 
 from lawa_lab.recipes.data.text import check_text, read_text, smoke_text
 from torch_lawa.checkpoints.storage.atomic import (
-    clear_stale,
     publish,
-    remove,
+    staging,
     sync_file,
-    temporary_name,
 )
 from torch_lawa.errors import ConfigError, LawaError, OutputError
 
@@ -154,25 +152,20 @@ def _dtype(vocabulary: int) -> Any:
 
 
 def _make(folder: Path, files: Mapping[str, Path], vocabulary: int) -> None:
-    clear_stale(folder)
-    temporary = temporary_name(folder)
     try:
-        temporary.mkdir()
-        tokenizer = _train(read_text(files["train"]), vocabulary)
-        tokenizer.save(str(temporary / "tokenizer.json"))
-        for split, path in files.items():
-            np.save(temporary / f"{split}.npy", encode(tokenizer, read_text(path)))
-        for written in temporary.iterdir():
-            sync_file(written)
-        publish(temporary, folder)
+        with staging(folder) as made:
+            tokenizer = _train(read_text(files["train"]), vocabulary)
+            tokenizer.save(str(made / "tokenizer.json"))
+            for split, path in files.items():
+                np.save(made / f"{split}.npy", encode(tokenizer, read_text(path)))
+            for written in made.iterdir():
+                sync_file(written)
+            publish(made, folder)
     except OSError as error:
         raise OutputError(
             f"{folder}: token ids cannot be written ({error}). Free some space, or move the "
             "text elsewhere."
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            remove(temporary)
 
 
 def _train(pieces: Iterator[str], vocabulary: int) -> "Tokenizer":

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FOLDER_FILES",
+    "FOLDER_PARTS",
     "INDEXES",
     "WEIGHTS",
     "ShardedCheckpoint",
@@ -40,6 +41,12 @@ INDEXES = (
     "diffusion_pytorch_model.bin.index.json",
 )
 FOLDER_FILES = (*WEIGHTS, *INDEXES)
+_STEMS = sorted({name.partition(".")[0] for name in WEIGHTS})
+# Shards, and what describes the weights.
+FOLDER_PARTS = (
+    rf"({'|'.join(_STEMS)})-[0-9]{{5}}-of-[0-9]{{5}}\.(safetensors|bin)"
+    r"|lawa\.json|trainer_state\.json"
+)
 OpenShard = Callable[["Location"], Checkpoint]
 
 

@@ -5,12 +5,13 @@ the lists of formats in messages and documentation all read this table, so a for
 with `register_format` is known everywhere. Its module is imported when it is needed.
 """
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch_lawa.checkpoints.formats.huggingface import FOLDER_FILES
+from torch_lawa.checkpoints.formats.huggingface import FOLDER_FILES, FOLDER_PARTS
 from torch_lawa.checkpoints.storage.atomic import sync_file
 from torch_lawa.errors import ConfigError, FormatError
 
@@ -28,6 +29,7 @@ __all__ = [
     "format_of_file",
     "format_of_folder",
     "format_of_layout",
+    "is_checkpoint_file",
     "is_checkpoint_folder",
     "open_checkpoint",
     "output_layouts",
@@ -76,7 +78,8 @@ class Format:
 
     A file belongs to a format by its suffix; a folder is one checkpoint of a format if it contains
     one of `folder_files`. With `exclusive` that holds whatever else the folder contains; otherwise
-    the folder is a run if its entries have steps in their names.
+    the folder is a run if its entries have steps in their names. `folder_parts` matches the names
+    of the other files that hold or describe the weights of such a folder.
     """
 
     name: str  # in plans and for programs
@@ -85,6 +88,7 @@ class Format:
     open: "Callable[[Location, str | None], Checkpoint]"  # a file or folder, and --key
     suffixes: tuple[str, ...] = ()
     folder_files: tuple[str, ...] = ()
+    folder_parts: str = ""  # a regular expression
     exclusive: bool = False
     writer: FormatWriter | None = None
 
@@ -174,6 +178,20 @@ def is_checkpoint_folder(folder: "Location") -> bool:
     return format_of_folder([child.name for child in folder.children()]) is not None
 
 
+def is_checkpoint_file(name: str) -> bool:
+    """Whether a file of this name in a checkpoint folder belongs to its weights.
+
+    These files are removed when the folder is overwritten; all others stay.
+
+    >>> [is_checkpoint_file(name) for name in ("model.safetensors", "0.distcp", "notes.txt")]
+    [True, True, False]
+    """
+    return any(
+        name in known.folder_files or re.fullmatch(known.folder_parts, name)
+        for known in FORMATS.values()
+    )
+
+
 def open_checkpoint(location: "Location", *, key: str | None = None) -> "Checkpoint":
     """Open the checkpoint at a path or URL.
 
@@ -259,6 +277,7 @@ register_format(
         description="folder of torch.distributed.checkpoint, from any number of ranks",
         open=_open_distributed,
         folder_files=(".metadata",),
+        folder_parts=r".+\.distcp",
         exclusive=True,
         writer=FormatWriter(layouts=("distributed",), convert=_write_distributed),
     )
@@ -270,5 +289,6 @@ register_format(
         description="folder that from_pretrained loads: one file or shards, also PEFT adapters",
         open=_open_huggingface,
         folder_files=FOLDER_FILES,
+        folder_parts=FOLDER_PARTS,
     )
 )

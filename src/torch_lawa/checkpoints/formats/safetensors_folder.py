@@ -14,6 +14,7 @@ from torch_lawa.checkpoints.formats.safetensors import encode_header
 from torch_lawa.checkpoints.storage.atomic import reserve, start_flushing, sync_file
 from torch_lawa.errors import ConfigError, OutputError
 from torch_lawa.mean.dtypes import DTYPES
+from torch_lawa.system_errors import named_errors
 
 if TYPE_CHECKING:
     from torch_lawa.mean.kernels import Bytes
@@ -87,9 +88,10 @@ def lay_file(
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         reserve(handle, size, path)
-        write_at(handle, header, 0)
-        if flushed:
-            os.fsync(handle)
+        with named_errors(path):
+            write_at(handle, header, 0)
+            if flushed:
+                os.fsync(handle)
     finally:
         os.close(handle)
     return starts, size
@@ -117,11 +119,13 @@ class FolderSink:
     def __init__(self, folder: Path, starts: Mapping[str, Mapping[str, int]]) -> None:
         self._starts: dict[str, tuple[int, int]] = {}  # tensor -> open file, byte
         self._handles: list[int] = []
+        self._paths: dict[int, Path] = {}
         self._unflushed = 0
         try:
             for file, tensors in starts.items():
                 handle = os.open(folder / file, os.O_WRONLY)
                 self._handles.append(handle)
+                self._paths[handle] = folder / file
                 self._starts |= {name: (handle, start) for name, start in tensors.items()}
         except BaseException:
             self.close()
@@ -130,7 +134,8 @@ class FolderSink:
     def write(self, name: str, begin: int, piece: "Bytes") -> None:
         """Write bytes of a tensor, from its byte `begin` on."""
         handle, start = self._starts[name]
-        write_at(handle, piece.data, start + begin)
+        with named_errors(self._paths[handle]):
+            write_at(handle, piece.data, start + begin)
         # The disk writes while the next pieces are computed, so the final flush has little to do.
         self._unflushed += len(piece)  # from several threads: about right is enough
         if self._unflushed > _FLUSH_EVERY:
@@ -140,7 +145,8 @@ class FolderSink:
     def flush(self) -> None:
         """Make what was written survive a power cut."""
         for handle in self._handles:
-            os.fsync(handle)
+            with named_errors(self._paths[handle]):
+                os.fsync(handle)
 
     def close(self) -> None:
         """Close the files."""
@@ -151,5 +157,6 @@ class FolderSink:
 def write_index(path: Path, weight_map: Mapping[str, str], num_bytes: int) -> None:
     """Write and flush the index, which says which shard contains which tensor."""
     index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(weight_map)}
-    path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    with named_errors(path):
+        path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     sync_file(path)

@@ -13,6 +13,7 @@ from torch_lawa.checkpoints.formats.safetensors import Header, encode_header
 from torch_lawa.checkpoints.storage.atomic import replacing
 from torch_lawa.errors import FormatError
 from torch_lawa.mean.dtypes import DTYPES
+from torch_lawa.system_errors import named_errors
 
 __all__ = ["dtype_of", "load_tensors", "map_flat", "save_tensors", "spec_of", "write_flat"]
 
@@ -104,6 +105,6 @@ def load_tensors(path: Path, header: Header) -> dict[str, Tensor]:
 
 
 def _mapped(path: Path) -> mmap.mmap:
-    with path.open("rb") as file:
+    with named_errors(path), path.open("rb") as file:
         # PyTorch requires a writable buffer; writes to a private mapping do not reach the file.
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

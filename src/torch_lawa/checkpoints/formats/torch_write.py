@@ -4,10 +4,13 @@ PyTorch writes them from a safetensors file that is memory-mapped, so only the p
 are in memory.
 """
 
+import contextlib
 import json
+import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,6 +18,7 @@ from torch import Tensor
 from torch_lawa.checkpoints.formats.registry import StagedValues
 from torch_lawa.checkpoints.formats.safetensors import read_header
 from torch_lawa.checkpoints.formats.safetensors_torch import load_tensors
+from torch_lawa.system_errors import named_errors
 
 __all__ = ["write_distributed", "write_file"]
 
@@ -27,7 +31,7 @@ def write_file(staged: StagedValues) -> None:
     """
     state = _state(staged)
     state._metadata = OrderedDict(staged.metadata)  # type: ignore[attr-defined]
-    with staged.target.open("wb") as file:
+    with _disk_errors(staged.target), staged.target.open("wb") as file:
         torch.save(_nested(state, staged.nested_under), file)
 
 
@@ -38,12 +42,28 @@ def write_distributed(staged: StagedValues) -> None:
 
     folder = staged.target
     state = _nested(dict(_state(staged)), staged.nested_under)
-    with warnings.catch_warnings():
+    with _disk_errors(folder), warnings.catch_warnings():
         # One process is intended, and older versions of PyTorch have no `no_dist`.
         warnings.filterwarnings("ignore", message=".*torch.distributed is.*")
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # theirs, in 2.6
         save(state, storage_writer=FileSystemWriter(folder))
-    (folder / "lawa.json").write_text(json.dumps(dict(staged.metadata), indent=2) + "\n")
+    with named_errors(folder):
+        (folder / "lawa.json").write_text(json.dumps(dict(staged.metadata), indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """Raise the error of the system that PyTorch hides behind its own."""
+    try:
+        yield
+    except BaseException as error:  # DCP's is not an Exception
+        hidden = [error, *(failed for failed, _ in getattr(error, "failures", {}).values())]
+        while hidden:
+            found = hidden.pop()
+            if isinstance(found, OSError) and found.errno is not None:
+                raise OSError(found.errno, os.strerror(found.errno), str(path)) from error
+            hidden += [e for e in (found.__cause__, found.__context__) if e is not None]
+        raise
 
 
 def _state(staged: StagedValues) -> "OrderedDict[str, Tensor]":

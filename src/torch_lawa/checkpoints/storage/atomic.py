@@ -1,34 +1,55 @@
-"""Atomic writes of files and folders: under a temporary name, flushed, then renamed."""
+"""Atomic publication of files and folders: under a temporary name, flushed, then renamed.
+
+A temporary name is `NAME.<16 random digits>.partial`, beside the target, so no two writers share
+one. Its writer holds a lock on it: whatever is not locked was left by a process that was killed,
+in this container or another one, and the next writer of the same target removes it (`recover`).
+
+A new result takes its name in a single step. Only where the file system cannot exchange two names
+(`renameat2`; some network file systems lack it) is an older folder moved aside first. If the
+writer is killed or fails at that moment, `recover` puts the older folder back.
+"""
 
 import contextlib
 import ctypes
 import errno
 import functools
-import glob
+import io
 import os
+import re
+import secrets
 import shutil
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
+from torch_lawa.checkpoints.storage.folder_lock import LOCK, try_lock
 from torch_lawa.errors import OutputError
+from torch_lawa.system_errors import named_errors
 
 __all__ = [
     "TEMPORARY",
-    "clear_stale",
     "publish",
+    "recover",
+    "recover_all",
     "remove",
     "replacing",
     "require_space",
     "reserve",
+    "staging",
     "start_flushing",
     "sync_file",
     "sync_folder",
-    "temporary_name",
 ]
 
 TEMPORARY = ".partial"
+
+_NAME = re.compile(rf"(.+)\.[0-9a-f]{{16}}{re.escape(TEMPORARY)}", re.DOTALL)
+_NEW, _OLD = "new", "old"  # the entries of a temporary folder, beside its lock
+_NO_REPLACE, _EXCHANGE = 1, 2  # flags of renameat2
+_ATTEMPTS = 100  # to replace what other processes keep replacing, too
+_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 @contextlib.contextmanager
@@ -37,13 +58,16 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
     If the process is killed, the file is the old one or the new one, never part of it.
     """
-    temporary = temporary_name(path)
+    temporary, file = _create_file(path)
     try:
-        with temporary.open("wb") as file:
-            yield file
+        with file:
+            yield cast(BinaryIO, file)
             file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+            with named_errors(temporary):
+                os.fsync(file.fileno())
+            if os.name == "nt":
+                file.close()  # an open file cannot be renamed there
+            os.replace(temporary, path)  # before the lock is released
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -51,30 +75,62 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     sync_folder(path.parent)
 
 
-def temporary_name(path: Path) -> Path:
-    """The temporary name under which this process writes `path`."""
-    return path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")
+@contextlib.contextmanager
+def staging(path: Path, *, mode: int = 0o777) -> Iterator[Path]:
+    """An empty folder on the disk of `path`, for what will be published there; removed at the end.
 
-
-def publish(temporary: Path, path: Path) -> None:
-    """Rename a finished file or folder to `path`; an older one is replaced and removed.
-
-    Where the system supports it, two folders are exchanged in a single step, so that a reader
-    finds one or the other at any moment.
+    Whatever killed writers of `path` left is recovered or removed first.
     """
-    if path.is_dir() and not path.is_symlink():
-        if not _exchange(temporary, path):
-            aside = path.with_name(f"{path.name}.{os.getpid()}.old{TEMPORARY}")
-            os.rename(path, aside)
-            os.rename(temporary, path)
-            temporary = aside
-        sync_folder(path.parent)
-        remove(temporary)
-        return
-    if temporary.is_dir() and path.exists():
-        path.unlink()
-    os.replace(temporary, path)
+    recover(path)
+    folder, lock = _create_folder(path, mode)
+    try:
+        (folder / _NEW).mkdir()
+        yield folder / _NEW
+    finally:
+        try:
+            _retire(folder, path)
+        except OSError as error:  # `recover` tries again
+            warnings.warn(f"{folder}: cannot be removed ({error}).", stacklevel=3)
+        finally:
+            os.close(lock)
+
+
+def publish(
+    made: Path,
+    path: Path,
+    *,
+    overwrite: bool = True,
+    is_outdated: Callable[[str], bool] | None = None,
+) -> None:
+    """Rename a finished file or folder to `path`, in one step where the system supports it.
+
+    Without `overwrite`, raise `FileExistsError` if anything exists there. Otherwise it is replaced
+    and removed. With `is_outdated`, of an older folder only the files with such names and those
+    that the new folder has are removed: others stay, and a sub-folder is an error.
+    """
+    for attempts_left in reversed(range(_ATTEMPTS)):
+        with contextlib.suppress(FileExistsError):
+            _move(made, path)
+            break
+        if not overwrite:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        try:
+            _replace(made, path, is_outdated)
+            break
+        except (FileExistsError, FileNotFoundError):  # another process wrote or removed it
+            if not os.path.lexists(made) or not attempts_left:
+                raise
     sync_folder(path.parent)
+
+
+def recover(path: Path) -> None:
+    """Remove what killed writers of `path` left; put back what they had moved aside."""
+    _recover(path.parent, path.name)
+
+
+def recover_all(folder: Path) -> None:
+    """`recover` every target in `folder`."""
+    _recover(folder, None)
 
 
 def remove(path: Path) -> None:
@@ -85,31 +141,23 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def clear_stale(path: Path) -> None:
-    """Remove temporary files that killed processes left while they wrote `path`."""
-    for left in path.parent.glob(f"{glob.escape(path.name)}.*{TEMPORARY}"):
-        pid = left.name.removeprefix(path.name + ".").split(".")[0]
-        if pid.isdecimal() and not _is_alive(int(pid)):
-            with contextlib.suppress(OSError):
-                remove(left)
-
-
 def reserve(file: int, size: int, path: Path) -> None:
     """Allocate the final size of an open file, so that a full disk is noticed before the work."""
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file, 0, size)
-        else:
-            os.ftruncate(file, size)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise OutputError(
-                f"{path}: no space for {size:,} bytes on this disk; nothing was written. Free some "
-                "space or write elsewhere."
-            ) from None
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-        os.ftruncate(file, size)  # a file system without fallocate
+    with named_errors(path):
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file, 0, size)
+            else:
+                os.ftruncate(file, size)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise OutputError(
+                    f"{path}: no space for {size:,} bytes on this disk; nothing was written. Free "
+                    "some space or write elsewhere."
+                ) from None
+            if error.errno not in _UNSUPPORTED:
+                raise
+            os.ftruncate(file, size)  # a file system without fallocate
 
 
 def start_flushing(file: int) -> None:
@@ -134,25 +182,199 @@ def sync_file(path: Path) -> None:
     """Flush a file to disk, so that it survives a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with named_errors(path):
+            os.fsync(handle)
     finally:
         os.close(handle)
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush renames and removals in `folder` to disk, where the system supports it."""
+    """Flush renames and removals in `folder` to disk, where that is supported and permitted."""
     if os.name == "posix":
-        sync_file(folder)
+        try:
+            sync_file(folder)
+        except OSError as error:
+            if error.errno not in (*_UNSUPPORTED, errno.EACCES, errno.EBADF):
+                raise
 
 
-def _exchange(a: Path, b: Path) -> bool:
-    """Exchange two names in one step; False where the system does not support it."""
+class _NamedFile(io.FileIO):
+    """A file whose errors name it."""
+
+    def write(self, data: Any, /) -> int:
+        with named_errors(Path(str(self.name))):
+            return super().write(data)
+
+
+def _unused_name(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
+
+
+def _create_file(path: Path) -> tuple[Path, io.BufferedWriter]:
+    """Create and lock a temporary file."""
+    while True:
+        temporary = _unused_name(path)
+        file = _NamedFile(str(temporary), "xb")
+        if try_lock(file.fileno(), temporary) is not False:
+            return temporary, io.BufferedWriter(file)
+        file.close()  # taken for a leftover by `recover` before it was locked
+
+
+def _create_folder(path: Path, mode: int) -> tuple[Path, int]:
+    """Create and lock a temporary folder; the lock is held until its file is closed."""
+    while True:
+        folder = _unused_name(path)
+        folder.mkdir(mode)
+        with contextlib.suppress(FileNotFoundError):  # as above
+            handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            if try_lock(handle, folder / LOCK) is not False:
+                return folder, handle
+            os.close(handle)
+
+
+def _recover(folder: Path, name: str | None) -> None:
+    try:
+        names = os.listdir(folder)
+    except OSError:  # does not exist yet
+        return
+    for left in names:
+        match = _NAME.fullmatch(left)
+        if match and name in (None, match[1]):
+            with contextlib.suppress(OSError):  # of another user, or removed meanwhile
+                _recover_one(folder / left, folder / match[1])
+
+
+def _recover_one(left: Path, path: Path) -> None:
+    is_folder = left.is_dir() and not left.is_symlink()
+    lock = left / LOCK if is_folder else left
+    try:
+        handle = os.open(lock, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+    except FileNotFoundError:  # a folder is empty before it has a lock and after it had one
+        left.rmdir()
+        return
+    try:
+        locked = try_lock(handle, lock)
+        if locked:
+            _retire(left, path)
+        elif locked is None:  # unknown whether its writer is alive; it could go on after this
+            _put_back(left, path)
+    finally:
+        os.close(handle)
+
+
+def _retire(temporary: Path, path: Path) -> None:
+    """Remove a temporary file or folder; what it holds of `path` is put back first."""
+    _put_back(temporary, path)
+    if not temporary.is_dir():
+        temporary.unlink()
+        return
+    for name in set(os.listdir(temporary)) - {LOCK}:
+        remove(temporary / name)
+    (temporary / LOCK).unlink()
+    with contextlib.suppress(FileNotFoundError):  # `recover` may remove an empty folder
+        temporary.rmdir()
+
+
+def _put_back(temporary: Path, path: Path) -> None:
+    """Restore what was moved aside, unless something else has its name now."""
+    if os.path.lexists(temporary / _OLD):
+        with contextlib.suppress(FileExistsError):
+            _move(temporary / _OLD, path)
+            sync_folder(path.parent)
+
+
+def _move(source: Path, path: Path) -> None:
+    """Rename; raise `FileExistsError` if `path` exists."""
+    if _renameat2(source, path, _NO_REPLACE):
+        return
+    exists = FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    if not source.is_dir() or source.is_symlink():
+        try:
+            os.link(source, path, follow_symlinks=False)
+        except FileExistsError:
+            raise
+        except (OSError, NotImplementedError):  # no links here: the next lines are two steps
+            pass
+        else:
+            source.unlink()
+            return
+    if os.path.lexists(path):
+        raise exists
+    try:
+        os.rename(source, path)  # of a folder: replaces nothing but an empty folder
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise exists from None
+        raise
+
+
+def _replace(made: Path, path: Path, is_outdated: Callable[[str], bool] | None) -> None:
+    """Rename `made` to `path`, which exists, and remove what was there."""
+    replaces_folder = path.is_dir() and not path.is_symlink()
+    if not made.is_dir() and not replaces_folder:
+        os.replace(made, path)
+        return
+    if not replaces_folder:
+        is_outdated = None
+    if is_outdated is not None:
+        _carry_over(path, made, is_outdated)
+    if _renameat2(made, path, _EXCHANGE):
+        _discard(made, path, is_outdated)
+        return
+    with staging(path) as new:
+        old = new.with_name(_OLD)
+        os.rename(path, old)
+        _move(made, path)
+        _discard(old, path, is_outdated)
+
+
+def _carry_over(path: Path, made: Path, is_outdated: Callable[[str], bool]) -> None:
+    """Link (or copy) what stays of an older folder into the new one."""
+    with os.scandir(path) as found:
+        entries = list(found)
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            raise OutputError(
+                f"{path}: contains the folder {entry.name}, which is not part of a checkpoint and "
+                "would be removed. Write elsewhere, or move that folder."
+            )
+        kept = made / entry.name
+        if is_outdated(entry.name) or os.path.lexists(kept):
+            continue
+        try:
+            os.link(entry.path, kept, follow_symlinks=False)
+        except (OSError, NotImplementedError):  # no links here, or not permitted
+            shutil.copy2(entry.path, kept, follow_symlinks=False)
+    sync_folder(made)
+
+
+def _discard(old: Path, path: Path, is_outdated: Callable[[str], bool] | None) -> None:
+    """Remove what was at `path`. The result is published, so a failure is only a warning."""
+    try:
+        for name in os.listdir(old) if is_outdated is not None else ():
+            if is_outdated is not None and not is_outdated(name):
+                with contextlib.suppress(FileExistsError):  # it was carried over
+                    _move(old / name, path / name)
+        remove(old)
+    except OSError as error:
+        warnings.warn(
+            f"{path}: was replaced, but its older files in {old} cannot be removed ({error}).",
+            stacklevel=4,
+        )
+
+
+def _renameat2(source: Path, target: Path, flag: int) -> bool:
+    """Rename in one step with a flag; False where the system does not support it."""
     rename = _linux_call("renameat2")
     if rename is None:
         return False
-    at_cwd, exchange = -100, 2
-    done: int = rename(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange)
-    return done == 0
+    at_cwd = -100
+    if rename(at_cwd, os.fsencode(source), at_cwd, os.fsencode(target), flag) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _UNSUPPORTED:
+        return False
+    raise OSError(code, os.strerror(code), str(source), None, str(target))
 
 
 @functools.cache
@@ -164,13 +386,3 @@ def _linux_call(name: str) -> Any:
         return getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError):
         return None
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True

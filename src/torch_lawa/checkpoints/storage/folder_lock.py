@@ -1,4 +1,4 @@
-"""A lock on a folder: one owner at a time, until its process ends or releases it."""
+"""Locks on files and folders, held until their owner releases them or its process ends."""
 
 import contextlib
 import os
@@ -7,9 +7,35 @@ from pathlib import Path
 
 from torch_lawa.errors import StoreError
 
-__all__ = ["LOCK", "FolderLock"]
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["LOCK", "FolderLock", "try_lock"]
 
 LOCK = "lock"  # the name of the lock file
+
+
+def try_lock(handle: int, path: Path) -> bool | None:
+    """Lock the open file at `path` without waiting; closing it releases the lock.
+
+    False if somebody else holds the lock, in this process or another one, on this machine or in
+    another container, or has removed the file. None where the file system has no locks.
+    """
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        return None
+    try:
+        # Whoever removes a locked file does so while holding its lock, so this one is current.
+        return os.path.samestat(os.fstat(handle), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
 
 
 class FolderLock:
@@ -34,14 +60,9 @@ class FolderLock:
                 "process can write to."
             ) from error
         self.release = weakref.finalize(self, _release, handle, self._owner)
-        with contextlib.suppress(ImportError):
-            import fcntl
-
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                self.release()
-                raise StoreError(f"{folder}: {busy}") from None
+        if fcntl is not None and not try_lock(handle, folder / LOCK):
+            self.release()
+            raise StoreError(f"{folder}: {busy}")
 
     def check(self) -> None:
         """Raise in a forked process: the thread that writes does not exist there."""
@@ -54,10 +75,8 @@ class FolderLock:
 
 
 def _release(handle: int, owner: int) -> None:
-    if os.getpid() == owner:
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
-
+    if os.getpid() == owner and fcntl is not None:
+        with contextlib.suppress(OSError):
             # For every process that has the file open: closing it would leave the lock to forks.
             fcntl.flock(handle, fcntl.LOCK_UN)
     os.close(handle)

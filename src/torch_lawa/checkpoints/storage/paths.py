@@ -304,6 +304,7 @@ def parse_location(text: str | os.PathLike[str]) -> Location:
     if not is_url(text) or text.startswith("file://"):
         return LocalPath(os.path.expanduser(text.removeprefix("file://")))
     import fsspec
+    from fsspec.implementations.local import LocalFileSystem
 
     protocol = text.split("://", 1)[0]
     try:
@@ -316,5 +317,7 @@ def parse_location(text: str | os.PathLike[str]) -> Location:
         ) from None
     except ValueError as error:
         raise ConfigError(f"{text}: {error}. Give a path or a URL that fsspec supports.") from None
+    if isinstance(fs, LocalFileSystem):
+        return LocalPath(path)
     fs.invalidate_cache()  # fsspec reuses file systems and their cached listings
     return RemoteURL(fs, path, protocol)

@@ -21,11 +21,10 @@ from torch_lawa.checkpoints.storage.paths import LocalPath, Location, RemoteURL
 from torch_lawa.checkpoints.storage.remote_errors import translated_errors
 from torch_lawa.errors import FormatError
 from torch_lawa.offline.engine import Stopped
-from torch_lawa.offline.output_plan import side_files
+from torch_lawa.offline.side_files import read_pieces, side_files
 
 __all__ = ["LiveCheckpoint", "digest", "keep_files", "open_live", "signature_of", "stamps_of"]
 
-_COPIED_AT_ONCE = 1 << 24
 Stopping = Callable[[], bool]
 
 
@@ -125,21 +124,9 @@ def _link(location: Location, path: Path) -> bool:
 
 def _copy(location: Location, path: Path, stopped: Stopping) -> None:
     with replacing(path) as out:
-        for piece in _pieces(location):
+        for piece in read_pieces(location):
             if stopped():
                 raise Stopped
             out.write(piece)
     if isinstance(location, LocalPath):
         shutil.copymode(location.path, path)
-
-
-def _pieces(location: Location) -> Iterator[bytes | memoryview]:
-    if isinstance(location, LocalPath):
-        with location.path.open("rb") as file:  # not mapped: it may be truncated meanwhile
-            while piece := file.read(_COPIED_AT_ONCE):
-                yield piece
-        return
-    source = location.open()
-    for begin in range(0, source.size, _COPIED_AT_ONCE):
-        yield source.view(begin, min(begin + _COPIED_AT_ONCE, source.size)).data
-    source.close()

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from torch_lawa.checkpoints.find.select import Discovery, select
-from torch_lawa.checkpoints.storage.atomic import clear_stale, publish, remove
+from torch_lawa.checkpoints.formats.registry import is_checkpoint_file
+from torch_lawa.checkpoints.storage.atomic import publish, recover, remove
 from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import ConfigError, FormatError, LawaError, OutputError
 from torch_lawa.offline.average import Result, run_average
@@ -189,7 +190,9 @@ class Watcher:
             numbers = f"{state.snapshots[0].label} to {state.snapshots[-1].label}"
             count = f"{len(state.snapshots)} of {self._k}"
             self._say(f"resuming from {self._window.folder} ({count}, {numbers})")
-            if not self._target.path(state.snapshots[-1].number).exists():
+            newest = self._target.path(state.snapshots[-1].number)
+            recover(newest)
+            if not newest.exists():
                 self._window.state = replace(state, averaged="")
 
     def _note_trouble(self, text: str) -> None:
@@ -262,8 +265,10 @@ class Watcher:
             remove(aside)
             return None
         path.parent.mkdir(parents=True, exist_ok=True)
-        clear_stale(path)
-        publish(aside, path)
+        recover(path)
+        # With {step} in the name, what others wrote meanwhile is kept.
+        ours = not self._target.keeps_all or path.exists()
+        publish(aside, path, overwrite=ours, is_outdated=is_checkpoint_file)
         return Averaged(plan.inputs, replace(result, location=LocalPath(path)))
 
 

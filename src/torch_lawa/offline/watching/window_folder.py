@@ -6,15 +6,14 @@ the manifest does not name are removed at the next start.
 """
 
 import contextlib
-import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from torch_lawa.checkpoints.find.select import FoundCheckpoint
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
-from torch_lawa.checkpoints.storage.atomic import remove, replacing, sync_folder
+from torch_lawa.checkpoints.storage.atomic import TEMPORARY, remove, replacing, sync_folder
 from torch_lawa.checkpoints.storage.folder_lock import LOCK, FolderLock
 from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import StoreError
@@ -24,48 +23,18 @@ from torch_lawa.offline.watching.checkpoint_files import (
     signature_of,
     stamps_of,
 )
+from torch_lawa.offline.watching.window_manifest import (
+    KEPT_FOLDER,
+    KeptCheckpoint,
+    WindowManifest,
+    WindowState,
+)
 
-__all__ = ["KeptCheckpoint", "WindowFolder", "WindowState"]
+__all__ = ["WindowFolder"]
 
 _MANIFEST, _MADE = "window.json", "made"
-_OURS = re.compile(rf"(step|epoch)-\d+(\.\d+)?|{_MADE}|{re.escape(_MANIFEST)}\..*\.partial")
-
-
-@dataclass(frozen=True)
-class KeptCheckpoint:
-    """A checkpoint in the window: its files in the run, and ours."""
-
-    number: int  # step or epoch, whichever the run is ordered by
-    step: int | None
-    epoch: int | None
-    folder: str  # name inside the window's folder
-    file: str  # name inside `folder`; empty if the folder is the checkpoint
-    source: str  # path or URL in the run
-    signature: str  # of all its files in the run
-    weights: dict[str, str]  # stamps of its weights in the run, by file
-    kept: dict[str, str]  # stamps of our links or copies
-    written: float | None  # time of the last write
-    copied: bool  # instead of linked
-
-    @property
-    def label(self) -> str:
-        """Its step or epoch in words."""
-        return FoundCheckpoint(LocalPath(self.source), self.step, self.epoch).label
-
-
-@dataclass(frozen=True)
-class WindowState:
-    """What the manifest stores. Numbers are steps or epochs; they map to signatures."""
-
-    snapshots: tuple[KeptCheckpoint, ...] = ()  # oldest first
-    by: str = ""  # "step" or "epoch"
-    filled: bool = False  # it was full once: all lower numbers are in `passed`
-    passed: Mapping[int, str] = field(default_factory=dict)  # too old for the window
-    abandoned: Mapping[int, str] = field(
-        default_factory=dict
-    )  # on branches that the run left by going back
-    left_at: int = -1  # greatest number on such a branch: averages up to it are outdated
-    averaged: str = ""  # hash of the window and options of the last average
+_UNFINISHED = rf"{re.escape(_MANIFEST)}\.[0-9a-f]+{re.escape(TEMPORARY)}"
+_OURS = re.compile(rf"{KEPT_FOLDER}|{_MADE}|{_UNFINISHED}")
 
 
 class WindowFolder:
@@ -98,7 +67,11 @@ class WindowFolder:
         self.close()
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock. A window that was never used leaves no folder."""
+        if not (self.folder / _MANIFEST).exists():
+            with contextlib.suppress(OSError):
+                (self.folder / LOCK).unlink()
+                self.folder.rmdir()
         self._lock.release()
 
     def found(self, snapshot: KeptCheckpoint) -> FoundCheckpoint:
@@ -123,6 +96,8 @@ class WindowFolder:
         """Link or copy a checkpoint, to be committed. None if it changed meanwhile."""
         found, folder = source.found, self._free_name(f"{by}-{number}")
         path = self.folder / folder
+        if not (self.folder / _MANIFEST).exists():
+            self.commit(self.state)  # from here on this is known to be a window
         try:
             path.mkdir()
             linked = keep_files(source, path, stopped)
@@ -151,9 +126,8 @@ class WindowFolder:
 
     def commit(self, state: WindowState) -> None:
         """Make `state` the window, then remove the folders that it no longer needs."""
-        rows = {**asdict(state), "format": 1, "run": self._run, "k": self._k}
         with replacing(self.folder / _MANIFEST) as out:
-            out.write(json.dumps(rows, indent=1).encode())
+            out.write(WindowManifest(self._run, self._k, state).text().encode())
         old, self.state = self.state, state
         for folder in {s.folder for s in old.snapshots} - {s.folder for s in state.snapshots}:
             with contextlib.suppress(OSError):  # removed at the next start
@@ -162,23 +136,19 @@ class WindowFolder:
     def _load(self) -> None:
         path = self.folder / _MANIFEST
         try:
-            rows = json.loads(path.read_text())
-            run, k, form = rows.pop("run"), rows.pop("k"), rows.pop("format")
-            rows["snapshots"] = tuple(KeptCheckpoint(**row) for row in rows["snapshots"])
-            for name in ("passed", "abandoned"):
-                rows[name] = {int(n): str(signature) for n, signature in rows[name].items()}
-            state = WindowState(**rows)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            found = WindowManifest.read(path)
+        except ValueError as error:
             raise StoreError(
-                f"{path}: the manifest of the window is damaged ({error!r}). Restore it, or "
+                f"{path}: the manifest of the window is damaged ({error}). Restore it, or "
                 f"remove {self.folder} to start a new window."
             ) from None
-        if (run, form) != (self._run, 1):
+        state = found.state
+        if found.run != self._run:
             raise StoreError(
-                f"{self.folder}: this is the window of {run}, not of {self._run}. Write elsewhere, "
-                "or remove this folder to start a new window."
+                f"{self.folder}: this is the window of {found.run}, not of {self._run}. Write "
+                "elsewhere, or remove this folder to start a new window."
             )
-        if k != self._k:  # checkpoints that were too old may be needed now
+        if found.k != self._k:  # checkpoints that were too old may be needed now
             kept = state.snapshots[-self._k :]
             self.commit(replace(state, snapshots=kept, filled=False, passed={}))
         else:
@@ -207,7 +177,8 @@ class WindowFolder:
         """Lock the folder; the lock ends with the process, however that ends."""
         if self.folder.is_dir():
             names = {path.name for path in self.folder.iterdir()}
-            if names and not names & {LOCK, _MANIFEST}:
+            first = {name for name in names if name == LOCK or re.fullmatch(_UNFINISHED, name)}
+            if _MANIFEST not in names and names - first:
                 raise StoreError(
                     f"{self.folder}: the window would be stored here, but this folder already "
                     "exists and is not a window. Write elsewhere, or move it away."

@@ -274,6 +274,23 @@ def test_a_folder_of_other_things_is_never_replaced(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["out"]
 
 
+def test_the_output_folder_of_a_trainer_is_kept(tmp_path: Path) -> None:
+    _, averager, _ = trained()
+    out = tmp_path / "output_dir"
+    averager.save_pretrained(out, k=1)
+    before = (out / "model.safetensors").read_bytes()
+    (out / "tokenizer.json").write_text("{}")
+    averager.save_pretrained(out, overwrite=True)
+    after = (out / "model.safetensors").read_bytes()
+    assert after != before
+    assert (out / "tokenizer.json").read_text() == "{}"
+    (out / "checkpoint-500").mkdir()
+    with pytest.raises(OutputError, match="contains the folder checkpoint-500"):
+        averager.save_pretrained(out, k=1, overwrite=True)
+    assert (out / "checkpoint-500").is_dir()
+    assert (out / "model.safetensors").read_bytes() == after
+
+
 def test_an_empty_folder_may_be_there(tmp_path: Path) -> None:
     _, averager, _ = trained()
     (tmp_path / "out").mkdir()
@@ -312,7 +329,7 @@ def test_a_window_that_is_not_full(tmp_path: Path) -> None:
 def test_a_failing_disk_leaves_nothing(
     act: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     _, averager, _ = trained()

@@ -134,7 +134,7 @@ def test_a_folder_of_other_things_is_never_replaced(run: Path, tmp_path: Path) -
     home = tmp_path / "home"
     home.mkdir()
     (home / "thesis.tex").write_text("")
-    with pytest.raises(OutputError, match="more than a checkpoint"):
+    with pytest.raises(OutputError, match="other files than a checkpoint"):
         plan_average(run, home, last=2, overwrite=True)
 
 

@@ -169,7 +169,7 @@ def test_a_killed_process_leaves_nothing_that_passes_for_whole(
     done = subprocess.run([sys.executable, "-c", code, *map(str, files.values()), str(cache)])
     assert done.returncode == -signal.SIGKILL
     [partial] = [path for path in cache.iterdir() if path.is_dir()]
-    assert (partial / "train.npy").is_file()
+    assert (partial / "new" / "train.npy").is_file()
     tokens = load_tokens(files, 300, cache=cache)
     assert trained == [300]
     assert [path for path in cache.iterdir() if path.is_dir()] == [tokens.folder]

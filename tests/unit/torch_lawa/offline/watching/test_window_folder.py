@@ -1,7 +1,9 @@
 """The window of a watch on disk: runs that go back, files that change, watchers that come back."""
 
 import errno
+import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
+from support.damage import damaged_documents
 from support.watching import Trainer, Watch, assert_file, folders_of
 
-from torch_lawa.errors import StoreError
-from torch_lawa.offline.watching import checkpoint_files, window_folder
+from torch_lawa.errors import OutputError, StoreError
+from torch_lawa.offline.watching import checkpoint_files, window_folder, window_manifest
 
 
 @pytest.fixture
@@ -128,7 +131,7 @@ def test_stopped_while_copying(
 
         monkeypatch.setattr(checkpoint_files.os, "link", elsewhere)
         assert watch.settle() == []
-        assert folders_of(watch.window.folder) == {"lock"}
+        assert folders_of(watch.window.folder) == {"lock", "window.json"}
     assert not out.exists()
 
 
@@ -189,7 +192,7 @@ def test_what_a_killed_process_left_beside_the_output_is_removed(
     trainer: Trainer, out: Path
 ) -> None:
     out.parent.mkdir()
-    left = out.with_name(f"{out.name}.99999999.old.partial")
+    left = out.with_name(f"{out.name}.{1:016x}.partial")
     left.touch()
     trainer.write(100)
     with Watch(trainer.folder, out, k=1) as watch:
@@ -296,3 +299,70 @@ def test_a_trainer_that_replaces_a_file_while_it_is_linked(
         assert watch.settle() == []
         watch.settle()
     assert_file(out, trainer.mean(100))
+
+
+@pytest.mark.parametrize("name", ["{root}/victim", "../victim", "", ".", "step-1/../../victim"])
+def test_a_manifest_cannot_name_a_folder_elsewhere(
+    trainer: Trainer, tmp_path: Path, name: str
+) -> None:
+    out, victim = tmp_path / "out", tmp_path / "victim"
+    victim.mkdir()
+    (victim / "thesis.tex").touch()
+    trainer.write(1)
+    with Watch(trainer.folder, out, k=1) as watch:
+        watch.settle()
+    path = watch.window.folder / "window.json"
+    rows = json.loads(path.read_text())
+    rows["snapshots"][0]["folder"] = name.format(root=tmp_path)
+    path.write_text(json.dumps(rows))
+    trainer.write(2)
+    with pytest.raises(StoreError, match=r"damaged .*folder is"):
+        Watch(trainer.folder, out, k=1)
+    assert (victim / "thesis.tex").exists()
+    assert (watch.window.folder / "step-1").is_dir()
+
+
+def test_every_damaged_manifest_is_refused_or_harmless(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    for step in (1, 2, 3, 4):
+        trainer.write(step)
+    with Watch(trainer.folder, tmp_path / "out", k=2) as watch:
+        watch.settle()
+    folder, run = watch.window.folder, str(trainer.folder)
+    path = folder / "window.json"
+    whole, num_refused = path.read_text(), 0
+    for text in damaged_documents(whole):
+        path.write_text(text)
+        try:
+            with window_folder.WindowFolder(folder, run=run, k=2) as window:
+                for snapshot in window.state.snapshots:
+                    assert re.fullmatch(window_manifest.KEPT_FOLDER, snapshot.folder)
+        except StoreError:
+            num_refused += 1
+    assert num_refused > 200
+    assert victim.is_dir()
+    assert {"lock", "window.json"} <= folders_of(folder)
+
+
+def test_a_watch_that_is_refused_leaves_no_folder(trainer: Trainer, out: Path) -> None:
+    out.parent.mkdir()
+    out.write_text("precious")
+    trainer.write(1)
+    with pytest.raises(OutputError, match="already exists"):
+        Watch(trainer.folder, out, k=1)
+    assert os.listdir(out.parent) == [out.name]
+    Watch(trainer.folder, out.with_name("other"), k=1).close()
+    assert os.listdir(out.parent) == [out.name]
+
+
+def test_a_folder_that_only_looks_like_a_window_is_kept(trainer: Trainer, tmp_path: Path) -> None:
+    folder = tmp_path / "out.window"
+    (folder / "step-5").mkdir(parents=True)
+    (folder / "lock").touch()
+    with pytest.raises(StoreError, match="not a window"):
+        Watch(trainer.folder, tmp_path / "out", k=1)
+    assert folders_of(folder) == {"step-5", "lock"}

@@ -1,0 +1,65 @@
+"""The files beside the weights that a result takes over: which they are, and their bytes."""
+
+from collections.abc import Iterator
+
+from torch_lawa.checkpoints.formats.base import Checkpoint
+from torch_lawa.checkpoints.formats.huggingface import WEIGHTS
+from torch_lawa.checkpoints.storage.paths import LocalPath, Location
+from torch_lawa.system_errors import named_errors
+
+__all__ = ["links_out", "read_pieces", "side_files"]
+
+# Files that `from_pretrained` may need beside the weights, but not the state of the run.
+_COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+_NOT_COPIED = ("trainer_state.json", "lawa.json")
+_PIECE = 1 << 24  # bytes
+
+
+def side_files(newest: Checkpoint) -> list[Location]:
+    """The files beside the weights that are copied into an output folder."""
+    return [location for location in _beside(newest) if not _leads_out(location)]
+
+
+def links_out(newest: Checkpoint) -> list[Location]:
+    """Links to files elsewhere. They are not copied: results are passed on, such files are not."""
+    return [location for location in _beside(newest) if _leads_out(location)]
+
+
+def read_pieces(location: Location) -> Iterator[bytes | memoryview]:
+    """The bytes of a file, however large it is."""
+    if isinstance(location, LocalPath):
+        # Not mapped: it may be truncated meanwhile.
+        with named_errors(location.path), location.path.open("rb") as file:
+            while piece := file.read(_PIECE):
+                yield piece
+        return
+    source = location.open()
+    for begin in range(0, source.size, _PIECE):
+        yield source.view(begin, min(begin + _PIECE, source.size)).data
+    source.close()
+
+
+def _beside(newest: Checkpoint) -> list[Location]:
+    folder = newest.location
+    if not folder.is_folder():
+        if folder.name not in WEIGHTS:
+            return []
+        folder = folder.parent
+    return [
+        location
+        for location in folder.children()
+        if location.suffix in _COPIED
+        and location.is_file()
+        and location.name not in _NOT_COPIED
+        and not location.name.endswith(".index.json")
+    ]
+
+
+def _leads_out(location: Location) -> bool:
+    if not isinstance(location, LocalPath) or not location.path.is_symlink():
+        return False
+    folder = location.path.parent.resolve()
+    homes = [folder]
+    if folder.parent.name == "snapshots":  # of the Hugging Face cache, whose files are links
+        homes.append(folder.parent.parent / "blobs")
+    return not any(location.path.resolve().is_relative_to(home) for home in homes)

@@ -1,0 +1,30 @@
+"""`manifest.json` is checked field by field when it is read back."""
+
+from pathlib import Path
+
+import torch
+from support.damage import damaged_documents
+
+from torch_lawa import DiskStore, LatestWeightAverager
+from torch_lawa.errors import StoreError
+from torch_lawa.stores.disk_manifest import MANIFEST, Manifest
+
+
+def test_every_damaged_manifest_is_refused_or_harmless(tmp_path: Path) -> None:
+    averager = LatestWeightAverager(k=2, store=DiskStore(tmp_path))
+    for step in range(3):
+        averager.collect({"w": torch.full((2, 3), float(step)), "n": torch.tensor(step)})
+    averager.wait()
+    path = tmp_path / MANIFEST
+    whole, num_refused, there = path.read_text(), 0, set(tmp_path.iterdir())
+    assert Manifest.read(tmp_path).text() == whole
+    for text in damaged_documents(whole):
+        path.write_text(text)
+        try:
+            manifest = Manifest.read(tmp_path)
+            for row in manifest.rows:
+                assert all(Path(name).name == name for name in row.files)
+        except StoreError:
+            num_refused += 1
+    assert num_refused > 400
+    assert set(tmp_path.iterdir()) == there
