@@ -19,6 +19,7 @@ from torch_lawa.offline.engine import (
     Meter,
     default_threads,
     in_threads,
+    refuse_damaged,
     refusing_changes,
     run,
     whole,
@@ -195,6 +196,7 @@ def hash_files(files: Sequence[Location], threads: int, meter: Meter) -> list[st
                 end = min(begin + _HASHED, source.size)
                 digest.update(source.view(begin, end).data)
                 meter.add(end - begin)
+            refuse_damaged([file])
             source.close()
             found[i] = digest.hexdigest()
 

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from torch_lawa.checkpoints.formats.base import Checkpoint
-from torch_lawa.checkpoints.storage.paths import LocalPath
+from torch_lawa.checkpoints.storage.byte_sources import find_damaged
+from torch_lawa.checkpoints.storage.paths import LocalPath, Location
 from torch_lawa.coefficients import Uniform, Weights
 from torch_lawa.errors import FormatError
 from torch_lawa.mean.dtypes import DTYPES
@@ -31,6 +32,7 @@ __all__ = [
     "in_threads",
     "pieces_of",
     "read_piece",
+    "refuse_damaged",
     "refusing_changes",
     "run",
     "value_width",
@@ -149,7 +151,8 @@ def run(
             code, target = tensor.source.dtype, tensor.target.dtype
             begin, end = first * value_width(code), last * value_width(code)
             if tensor.rule == "newest" and code == target:
-                made = read_piece(newest, tensor.name, begin, end)
+                # A copy: the system cannot write from a mapping that has lost its file.
+                made = read_piece(newest, tensor.name, begin, end).copy()
                 meter.add(end - begin)
             else:
                 average = tensor.rule == "average"
@@ -186,10 +189,10 @@ def refusing_changes(opened: Sequence[Checkpoint]) -> Iterator[None]:
     no error. Remote files are not checked.
     """
     locations = [location for checkpoint in opened for location in checkpoint.files]
-    before = [
-        (location, _stamp(location)) for location in locations if isinstance(location, LocalPath)
-    ]
+    local = [location for location in locations if isinstance(location, LocalPath)]
+    before = [(location, _stamp(location)) for location in local]
     yield
+    refuse_damaged(local)
     for location, (inode, *stamp) in before:
         try:
             inode_now, *stamp_now = _stamp(location)
@@ -200,6 +203,16 @@ def refusing_changes(opened: Sequence[Checkpoint]) -> Iterator[None]:
                 f"{location}: was written to while it was being read, so nothing was made of it. "
                 "Try again when it is complete; `lawa watch` waits for that by itself."
             )
+
+
+def refuse_damaged(locations: Iterable[Location]) -> None:
+    """Fail if one of these files, which are still open, was truncated while it was read."""
+    paths = [location.path for location in locations if isinstance(location, LocalPath)]
+    for path in find_damaged(paths):
+        raise FormatError(
+            f"{path}: was truncated while it was being read, so nothing was made of it. Try again "
+            "when it is complete; `lawa watch` waits for that by itself."
+        )
 
 
 def _stamp(location: LocalPath) -> tuple[int, int, int]:

@@ -132,7 +132,8 @@ def average_as_other_rank(
         sink = _open_sink(task, ranks.rank)
         stack.callback(sink.close)
         spans = task.spans(ranks.rank)
-        not_finite = run(opened, task.weights, spans, sink, threads=threads, meter=meter)
+        with refusing_changes(opened):
+            not_finite = run(opened, task.weights, spans, sink, threads=threads, meter=meter)
         sink.flush()
         sink.close()
         ranks.exchange(_VALUES, not_finite)

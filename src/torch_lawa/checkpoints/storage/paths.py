@@ -1,7 +1,8 @@
 """A `Location` is a local path, or a URL that fsspec opens; all file access goes through it.
 
-Local files are memory-mapped. From remote files only the requested ranges are fetched, so each
-piece is one request and the number of threads is the number of requests in flight.
+Local files are memory-mapped, guarded against truncation. From remote files only the requested
+ranges are fetched, so each piece is one request and the number of threads is the number of requests
+in flight.
 """
 
 import errno
@@ -13,10 +14,9 @@ from typing import Any
 
 from torch_lawa.checkpoints.storage.byte_sources import (
     ByteSource,
-    MappedSource,
-    ReadSource,
     RemoteSource,
     SourceFile,
+    open_file,
 )
 from torch_lawa.checkpoints.storage.remote_errors import package_for, translated_errors
 from torch_lawa.errors import ConfigError, LawaError, OutputError
@@ -99,16 +99,12 @@ class Location(ABC):
 
 
 class LocalPath(Location):
-    """A local path.
-
-    Files are memory-mapped, which is fastest, unless `mapped` is False: for files that may be
-    truncated while they are read.
-    """
+    """A local path."""
 
     local = True
 
-    def __init__(self, path: Path | str, *, mapped: bool = True) -> None:
-        self.path, self.mapped = Path(path), mapped
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
 
     def __str__(self) -> str:
         return str(self.path)
@@ -128,10 +124,10 @@ class LocalPath(Location):
 
     @property
     def parent(self) -> "LocalPath":
-        return LocalPath(self.path.parent, mapped=self.mapped)
+        return LocalPath(self.path.parent)
 
     def child(self, name: str) -> "LocalPath":
-        return LocalPath(self.path / name, mapped=self.mapped)
+        return LocalPath(self.path / name)
 
     def is_file(self) -> bool:
         return self.path.is_file()
@@ -150,7 +146,7 @@ class LocalPath(Location):
         return found.st_size, (found.st_mtime_ns, found.st_ino)
 
     def open(self) -> ByteSource:
-        return MappedSource(self.path) if self.mapped else ReadSource(self.path)
+        return open_file(self.path)
 
 
 class RemoteURL(Location):
