@@ -15,6 +15,7 @@ from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.provenance import note_provenance, provenance
 from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import ConfigError, LayoutError
+from torch_lawa.garbage import paused_garbage_collection
 from torch_lawa.offline.engine import (
     Meter,
     default_threads,
@@ -169,8 +170,11 @@ def open_inputs(plan: AveragePlan, stack: ExitStack, threads: int | None) -> lis
     """Open the checkpoints of a plan, oldest first; refuse those that changed since."""
     if threads is not None and threads < 1:
         raise ConfigError(f"threads={threads}: must be at least 1.")
-    opened = [stack.enter_context(open_checkpoint(i.location, key=plan.key)) for i in plan.inputs]
-    check_unchanged(plan.tensors, opened)
+    with paused_garbage_collection():
+        opened = [
+            stack.enter_context(open_checkpoint(i.location, key=plan.key)) for i in plan.inputs
+        ]
+        check_unchanged(plan.tensors, opened)
     return opened
 
 

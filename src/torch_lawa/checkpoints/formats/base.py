@@ -2,9 +2,11 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from torch_lawa.mean.dtypes import DTYPES
 
@@ -71,6 +73,10 @@ class Checkpoint(ABC):
     @abstractmethod
     def read(self, name: str, begin: int, end: int) -> "Bytes":
         """Bytes `begin` to `end` of the tensor `name`."""
+
+    def read_all(self, names: Sequence[str]) -> "Bytes":
+        """The bytes of several (small) tensors, one after the other."""
+        return np.concatenate([self.read(n, 0, self.tensors[n].nbytes) for n in names])
 
     @abstractmethod
     def file_of(self, name: str) -> "Location":
