@@ -178,7 +178,7 @@ def _is_shard(name: str) -> bool:
 
 
 def _copy(location: Location, path: Path, output: Output) -> None:
-    path.write_bytes(location.read_bytes())
+    location.copy_to(path)
     floats = {t.target.dtype for shard in output.shards for t in shard.tensors
               if t.source.dtype != t.target.dtype}  # fmt: skip
     if location.name == "config.json" and len(floats) == 1:

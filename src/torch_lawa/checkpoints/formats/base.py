@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from torch_lawa.errors import FormatError
 from torch_lawa.mean.dtypes import DTYPES
+from torch_lawa.units import format_bytes
 
 if TYPE_CHECKING:
     from torch_lawa.checkpoints.storage.paths import Location
     from torch_lawa.mean.kernels import Bytes
 
-__all__ = ["Checkpoint", "CheckpointLayout", "TensorSpec", "TrainingProgress"]
+__all__ = ["Checkpoint", "CheckpointLayout", "TensorSpec", "TrainingProgress", "check_claims"]
+
+_EXPANDED = 1 << 30  # bytes
 
 CheckpointLayout = str  # "single", "sharded", "distributed", or one that a format adds
 
@@ -101,3 +105,19 @@ class Checkpoint(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def check_claims(checkpoint: Checkpoint, num_stored: int) -> None:
+    """Refuse tensors that are much larger than the `num_stored` bytes of their files.
+
+    An expanded tensor (stride 0) has more values than its file. A little of that is in use, but a
+    file of 500 bytes can also claim terabytes.
+    """
+    claimed = checkpoint.num_bytes
+    if claimed > num_stored + _EXPANDED:
+        largest = max(checkpoint.tensors, key=lambda name: checkpoint.tensors[name].nbytes)
+        raise FormatError(
+            f"{checkpoint.location}: its tensors claim {format_bytes(claimed)}, but the files have "
+            f"{format_bytes(num_stored)}. Tensors such as {largest!r} may be expanded: save "
+            "tensor.contiguous() instead."
+        )

@@ -19,7 +19,7 @@ from torch_lawa.checkpoints.storage.byte_sources import (
     open_file,
 )
 from torch_lawa.checkpoints.storage.remote_errors import package_for, translated_errors
-from torch_lawa.errors import ConfigError, LawaError, OutputError
+from torch_lawa.errors import ConfigError, FormatError, LawaError, OutputError
 
 __all__ = [
     "ByteSource",
@@ -30,6 +30,9 @@ __all__ = [
     "is_url",
     "parse_location",
 ]
+
+_MAX_SMALL = 256 * 1024 * 1024  # bytes of a file that is read as a whole: an index, a configuration
+_COPIED = 16 * 1024 * 1024  # bytes at a time
 
 
 class Location(ABC):
@@ -90,12 +93,30 @@ class Location(ABC):
         return self.stamp()[0]
 
     def read_bytes(self) -> bytes:
-        """The whole (small) file."""
+        """The whole file, which must be small."""
         source = self.open()
         try:
+            self._check_size(source.size)
             return source.view(0, source.size).tobytes()
         finally:
             source.close()
+
+    def copy_to(self, path: Path) -> None:
+        """Copy the file, of any size, to a local path."""
+        source = self.open()
+        try:
+            with path.open("wb") as file:
+                for begin in range(0, source.size, _COPIED):
+                    file.write(source.view(begin, min(begin + _COPIED, source.size)).tobytes())
+        finally:
+            source.close()
+
+    def _check_size(self, size: int) -> None:
+        if size > _MAX_SMALL:
+            raise FormatError(
+                f"{self}: has {size} bytes, and at most {_MAX_SMALL} are read. It does not belong "
+                "to a checkpoint, or is damaged."
+            )
 
 
 class LocalPath(Location):
@@ -231,7 +252,9 @@ class RemoteURL(Location):
         return RemoteSource(self.fs, self._path, str(self), int(found["size"]))
 
     def read_bytes(self) -> bytes:
-        """The whole (small) file as it is now, in one request."""
+        """The whole file, which must be small, as it is now."""
+        found = self._info()
+        self._check_size(0 if found is None else int(found.get("size") or 0))
         try:
             with translated_errors(str(self)):
                 return bytes(self.fs.cat_file(self._path))
