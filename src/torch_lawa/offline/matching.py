@@ -50,7 +50,7 @@ def match_tensors(
             _compare(other, newest, chosen, options)
     prefix = options.strip_prefix
     for name in chosen:
-        if not name.startswith(prefix) or name == prefix:
+        if prefix and (not name.startswith(prefix) or name == prefix):
             raise ConfigError(
                 f"tensor {name!r} of {newest.location} does not begin with {prefix!r}. Leave such "
                 f"tensors out with --include '{prefix}*', or do without --strip-prefix."

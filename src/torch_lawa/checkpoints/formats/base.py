@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from torch_lawa.errors import FormatError
 from torch_lawa.mean.dtypes import DTYPES
 from torch_lawa.units import format_bytes
@@ -16,7 +14,14 @@ if TYPE_CHECKING:
     from torch_lawa.checkpoints.storage.paths import Location
     from torch_lawa.mean.kernels import Bytes
 
-__all__ = ["Checkpoint", "CheckpointLayout", "TensorSpec", "TrainingProgress", "check_claims"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointLayout",
+    "TensorSpec",
+    "TrainingProgress",
+    "check_claims",
+    "is_text",
+]
 
 _EXPANDED = 1 << 30  # bytes
 
@@ -80,6 +85,8 @@ class Checkpoint(ABC):
 
     def read_all(self, names: Sequence[str]) -> "Bytes":
         """The bytes of several (small) tensors, one after the other."""
+        import numpy as np  # not above: the command's options import this module
+
         return np.concatenate([self.read(n, 0, self.tensors[n].nbytes) for n in names])
 
     @abstractmethod
@@ -105,6 +112,15 @@ class Checkpoint(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def is_text(name: str) -> bool:
+    """Whether a name is valid Unicode: other readers refuse lone surrogates.
+
+    >>> is_text("größe"), is_text("a\\ud800")
+    (True, False)
+    """
+    return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def check_claims(checkpoint: Checkpoint, num_stored: int) -> None:

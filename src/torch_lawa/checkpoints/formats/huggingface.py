@@ -183,9 +183,11 @@ def _trainer_state(folder: "Location") -> TrainingProgress:
     # An epoch there may be a fraction (2.75); only whole ones count.
     if isinstance(epoch, float) and epoch.is_integer():
         epoch = int(epoch)
-    return TrainingProgress(
-        step if isinstance(step, int) else None, epoch if isinstance(epoch, int) else None
-    )
+    return TrainingProgress(_count(step), _count(epoch))
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int and 0 <= value < 2**63 else None
 
 
 def read_json(location: "Location") -> dict[str, object]:

@@ -18,6 +18,7 @@ from torch_lawa.checkpoints.formats.base import (
     CheckpointLayout,
     TensorSpec,
     TrainingProgress,
+    is_text,
 )
 from torch_lawa.checkpoints.storage.paths import ByteSource, LocalPath, Location
 from torch_lawa.errors import FormatError
@@ -155,6 +156,8 @@ def _read_entries(raw: Mapping[str, Any]) -> list[_Entry]:
     specs: dict[tuple[str, str], tuple[TensorSpec, int]] = {}  # few shapes, many tensors
     entries = []
     for name, entry in raw.items():
+        if not name.isascii() and not is_text(name):
+            raise ValueError(f"the name {name!r} is not valid text")
         dtype, shape = entry["dtype"], entry["shape"]
         begin, end = entry["data_offsets"]
         known = (dtype, str(shape))  # as text, because 1 and true and 1.0 are equal
@@ -231,4 +234,5 @@ class SafetensorsFile(Checkpoint):
 
 
 def _number(metadata: Mapping[str, str], keys: Iterable[str]) -> int | None:
-    return next((int(metadata[k]) for k in keys if metadata.get(k, "").isdecimal()), None)
+    texts = (metadata.get(key, "") for key in keys)
+    return next((int(text) for text in texts if text.isdecimal() and len(text) <= 18), None)

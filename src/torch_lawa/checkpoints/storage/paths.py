@@ -311,6 +311,8 @@ def is_url(text: str) -> bool:
 def parse_location(text: str | os.PathLike[str]) -> Location:
     """The location of a path or URL."""
     text = os.fspath(text)
+    if "\0" in text:
+        raise ConfigError(f"{text!r}: contains a null character. Give a path or a URL.")
     if not is_url(text) or text.startswith("file://"):
         return LocalPath(os.path.expanduser(text.removeprefix("file://")))
     import fsspec
@@ -324,7 +326,7 @@ def parse_location(text: str | os.PathLike[str]) -> Location:
         raise ConfigError(
             f"{text}: {protocol}:// needs a package that is not installed ({error}). {what_next}"
         ) from None
-    except ValueError as error:
+    except Exception as error:  # each file system checks its URLs in a way of its own
         raise ConfigError(f"{text}: {error}. Give a path or a URL that fsspec supports.") from None
     fs.invalidate_cache()  # fsspec reuses file systems and their cached listings
     return RemoteURL(fs, path, protocol)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from torch_lawa.checkpoints.formats.base import TrainingProgress
+from torch_lawa.checkpoints.formats.base import TrainingProgress, is_text
 from torch_lawa.checkpoints.formats.torch_pickle.safe_pickle import Tree, inside
 from torch_lawa.errors import FormatError
 
@@ -245,7 +245,7 @@ class _Finder(Generic[Leaf]):
                     f"{self._location}: two tensors have the name {plain!r} (one of them from "
                     f"{name!r}): rename one."
                 )
-            if not plain.isascii() and not _is_text(plain):
+            if not plain.isascii() and not is_text(plain):
                 raise FormatError(f"{self._location}: the name {plain!r} is not valid text.")
             found[plain] = value
         return found
@@ -260,7 +260,3 @@ def _metadata(tree: object) -> dict[str, str]:
 
 def _keys(thing: object) -> list[object]:
     return list(thing) if isinstance(thing, dict) else []
-
-
-def _is_text(name: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in name)
