@@ -241,7 +241,10 @@ class Explicit:
     values: tuple[float, ...]
 
     def __init__(self, values: Sequence[float]) -> None:
-        numbers = tuple(float(v) for v in values)
+        try:
+            numbers = tuple(float(v) for v in values)
+        except OverflowError:
+            raise ConfigError("Explicit: a weight is too large. Divide all of them.") from None
         if not numbers:
             raise ConfigError("Explicit([]): give one weight per snapshot, oldest first.")
         bad = [v for v in numbers if not math.isfinite(v)]
@@ -272,7 +275,13 @@ class Explicit:
                 "give one weight per snapshot, oldest first."
             )
         chosen = self.values[len(self.values) - n :]
-        divisor = math.fsum(chosen)
+        try:
+            divisor = math.fsum(chosen)
+        except OverflowError:
+            raise ConfigError(
+                f"Explicit: the sum of the weights {self.argument} is too large. Divide all of "
+                "them: only their ratios matter."
+            ) from None
         if divisor == 0.0:
             raise ConfigError(f"Explicit: the weights {chosen} sum to 0, so they have no mean.")
         return Weights(chosen, divisor)

@@ -18,6 +18,10 @@ __all__ = ["MetricsWriter", "Row", "read_metrics"]
 
 Row: TypeAlias = dict[str, Any]
 
+# What rows are identified and ordered by, so that readers can rely on it.
+_COUNTS = ("step", "epoch", "k", "horizon")
+_NAMES = ("weights", "coefficients")
+
 
 class MetricsWriter:
     """Appends rows to a metrics file; each is completely written when `write` returns.
@@ -88,9 +92,18 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 def _parse(line: bytes) -> Row:
-    row = json.loads(line)
+    try:
+        row = json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__}, not an object")
+    for name in _COUNTS:
+        if not isinstance(row.get(name), int | float | None):
+            raise ValueError(f"`{name}` is a {type(row[name]).__name__}, not a number")
+    for name in _NAMES:
+        if isinstance(row.get(name), list | dict):
+            raise ValueError(f"`{name}` is a {type(row[name]).__name__}, not a name")
     return row
 
 

@@ -100,6 +100,7 @@ def test_json_for_programs(run: Path, lawa: Lawa) -> None:
         (("average", "run", "--last", "2"), 2, "--output"),
         (("average", "run", "--last", "2", "-o", "m", "--weights", "a"), 2, "--weights"),
         (("average", "run", "--last", "2", "-o", "m", "--threads", "0"), 2, "threads"),
+        (("average", "run", "--last", "2", "-o", "m", "--threads", "100000"), 2, "threads"),
         (("average", "run", "--last", "2", "-o", "m", "--max-shard-size", "big"), 2, "5GB"),
         (("sweep", "run", "--k", "2"), 2, "--evaluator"),
         (("sweep", "run", "--k", "0", "-o", "s"), 1, "at least 1"),

@@ -156,6 +156,14 @@ def test_unaligned_bytes_are_read_as_well(made_by: Maker, source: str, shift: in
 
 
 @either
+def test_large_values_are_finite_although_their_sum_is_not(made_by: Maker) -> None:
+    piece = made_by(4)
+    values = torch.full((4,), 1.5e308, dtype=torch.float64)
+    piece.mean([raw(values)], Uniform().weights(1), "F64", "F64")
+    assert piece.finite is True
+
+
+@either
 def test_it_says_whether_the_mean_is_finite(made_by: Maker) -> None:
     piece = made_by(4)
     for values, finite in (([1.0, 2.0], True), ([1.0, torch.inf], False), ([torch.nan], False)):

@@ -13,6 +13,7 @@ from torch_lawa.cli.options import (
     selection_options,
     threads_option,
 )
+from torch_lawa.cli.output import echo
 from torch_lawa.units import format_bytes
 
 if TYPE_CHECKING:
@@ -101,30 +102,30 @@ def command(
             options=options,
         )
         if dry_run:
-            click.echo(json.dumps(plan.to_json(), indent=2) if as_json else str(plan))
+            echo(json.dumps(plan.to_json(), indent=2) if as_json else str(plan))
             return
         if not as_json:
             for note in plan.notes:
-                click.echo(f"Note: {note}", err=True)
+                echo(f"Note: {note}", err=True)
         result = run_with_progress(
             lambda: run_average(plan, threads=threads, digests=digests, meter=meter),
             meter,
             "Averaging",
         )
     if as_json:
-        click.echo(json.dumps({**plan.to_json(), **result.to_json()}, indent=2))
+        echo(json.dumps({**plan.to_json(), **result.to_json()}, indent=2))
     else:
         _print(plan, result)
 
 
 def _print(plan: "AveragePlan", result: "Result") -> None:
     if result.not_finite:
-        click.echo(f"Warning: {_not_finite(plan, result)}", err=True)
+        echo(f"Warning: {_not_finite(plan, result)}", err=True)
     first, newest = plan.inputs[0].label, plan.inputs[-1].label
     rate = result.bytes_read / max(result.seconds, 1e-9)
     many = len(plan.inputs) > 1
     inputs = f"{len(plan.inputs)} checkpoints, {first} to {newest}" if many else first
-    click.echo(
+    echo(
         f"{result.location}: the mean of {inputs}. "
         f"Read {format_bytes(result.bytes_read)} in {result.seconds:.2f} s "
         f"({format_bytes(rate)}/s), wrote {format_bytes(result.bytes_written)}."

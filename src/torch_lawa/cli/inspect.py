@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from torch_lawa.cli.options import json_option, key_option
+from torch_lawa.cli.output import echo
 
 if TYPE_CHECKING:
     from torch_lawa.offline.inspecting.difference import Difference
@@ -43,15 +44,15 @@ def command(path: str, path2: str | None, tensors: bool, key: str | None, as_jso
         if as_json:
             _print_json(found.to_json(tensors=tensors))
             return
-        click.echo(str(found))
+        echo(str(found))
         if tensors and isinstance(found, Inspection):
-            click.echo("\n" + found.list_tensors())
+            echo("\n" + found.list_tensors())
         return
     difference = _compare(path, path2, key)
     if as_json:
         _print_json(difference.to_json())
     else:
-        click.echo(difference.describe(worst=None) if tensors else str(difference))
+        echo(difference.describe(worst=None) if tensors else str(difference))
 
 
 def _compare(a: str, b: str, key: str | None) -> "Difference":
@@ -66,4 +67,4 @@ def _compare(a: str, b: str, key: str | None) -> "Difference":
 
 
 def _print_json(found: object) -> None:
-    click.echo(json.dumps(found, indent=2))
+    echo(json.dumps(found, indent=2))

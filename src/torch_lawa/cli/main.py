@@ -8,6 +8,7 @@ library does not import the lab.
 
 import contextlib
 import importlib
+import io
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -16,6 +17,7 @@ from importlib.metadata import entry_points
 import click
 
 from torch_lawa._version import __version__
+from torch_lawa.cli.output import echo, shortened, tolerate_any_text
 from torch_lawa.errors import LawaError
 
 __all__ = ["lawa", "main"]
@@ -70,6 +72,7 @@ def lawa() -> None:
 
 def main(args: list[str] | None = None, *, verbs: Verbs | None = None) -> None:
     """Run the command, with `verbs` that are not installed as entry points, and exit."""
+    tolerate_any_text()
     _verbs().update(verbs or {})
     sys.exit(_run(args))
 
@@ -79,14 +82,15 @@ def _run(args: list[str] | None) -> int:
     try:
         code = lawa.main(args, prog_name="lawa", standalone_mode=False)
     except click.ClickException as error:
-        error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        echo(shortened(shown.getvalue().rstrip("\n")), err=True)
         return error.exit_code
     except click.Abort:
         click.echo("Stopped.", err=True)
         return 130
     except (LawaError, OSError) as error:
-        message = " ".join(str(error).split())
-        click.echo(f"Error: {message}", err=True)
+        echo(shortened(f"Error: {' '.join(str(error).split())}"), err=True)
         return 1
     return code if isinstance(code, int) else 0
 

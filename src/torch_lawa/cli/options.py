@@ -9,6 +9,7 @@ import click
 from torch_lawa.checkpoints.formats.registry import output_layouts
 from torch_lawa.coefficients import coefficients_help
 from torch_lawa.errors import ConfigError
+from torch_lawa.offline.options import MAX_THREADS
 from torch_lawa.units import parse_bytes
 
 __all__ = [
@@ -43,7 +44,7 @@ key_option = click.option(
 )
 threads_option = click.option(
     "--threads",
-    type=click.IntRange(min=1),
+    type=click.IntRange(min=1, max=MAX_THREADS),
     metavar="N",
     show_default="one per core, at most 8; 16 for URLs",
     help="Number of threads.",

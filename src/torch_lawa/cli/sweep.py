@@ -18,6 +18,7 @@ from torch_lawa.cli.options import (
     selection_options,
     threads_option,
 )
+from torch_lawa.cli.output import echo, escaped
 from torch_lawa.metrics import Row
 
 if TYPE_CHECKING:
@@ -134,13 +135,13 @@ def command(
         options=options,
     )
     if dry_run:
-        click.echo(json.dumps(plan.to_json(), indent=2) if as_json else str(plan))
+        echo(json.dumps(plan.to_json(), indent=2) if as_json else str(plan))
         return
     if evaluator is None and output is None:
         raise click.UsageError("Give --evaluator, -o, or both.")
     evaluate = _load(evaluator) if evaluator else None
     if not as_json:
-        click.echo(str(plan), err=True)
+        echo(str(plan), err=True)
     meter = Meter()
     rows = run_with_progress(
         lambda: run_sweep(
@@ -159,7 +160,7 @@ def command(
     if not as_json:
         evaluated = f"{len(rows)} evaluated; rows in {metrics}. " if evaluator else ""
         results = f"Results in {output}." if output else ""
-        click.echo((evaluated + results).strip(), err=True)
+        echo((evaluated + results).strip(), err=True)
 
 
 def _load(name: str) -> Callable[[Any], Mapping[str, Any]]:
@@ -196,7 +197,7 @@ def _print(row: Row) -> None:
         if name not in known
     )
     # Not click.echo, which would write into the progress bar.
-    print(f"{where:<12} {who:<7} {'  '.join(values)}", flush=True)
+    print(escaped(f"{where:<12} {who:<7} {'  '.join(values)}"), flush=True)
 
 
 def _print_json(row: Row) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from torch_lawa.cli.options import average_options
+from torch_lawa.cli.output import echo
 from torch_lawa.cli.signals import StopRequest
 from torch_lawa.units import format_bytes
 
@@ -89,7 +90,7 @@ def command(
 
         def say(text: str, err: bool) -> None:
             try:
-                click.echo(text, err=err)
+                echo(text, err=err)
             except BrokenPipeError as error:  # nobody reads any more, as behind `| head`
                 broken_pipes.append(error)
                 stop.event.set()
@@ -117,7 +118,7 @@ def command(
     if broken_pipes:
         raise broken_pipes[0]
     if stop.requested:
-        click.echo("Stopped.", err=as_json)
+        echo("Stopped.", err=as_json)
 
 
 def _lines(averaged: "Averaged") -> list[str]:

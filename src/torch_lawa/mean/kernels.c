@@ -1,15 +1,21 @@
 /* The inner loops of the offline mean: bytes to float64 sums and back, bit for bit the same as
- * kernels_numpy.py.
+ * kernels_numpy.py. At the end: mappings of files that survive the truncation of the file.
  *
  * Plain C without Python headers: compiled when the package is built, if there is a compiler, and
  * loaded with ctypes. Must be compiled without contraction of multiply and add (-ffp-contract=off)
  * and without -ffast-math. */
 
+#define _GNU_SOURCE /* signals and mappings */
 #include <fenv.h>
 #include <math.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #if defined(__x86_64__) && defined(__linux__) && !defined(__clang__) && __GNUC__ >= 12
 #define CLONES \
@@ -322,4 +328,75 @@ void lawa_windows(const void *const *raws, size_t num, size_t n, int kind, size_
                               (char *)outs[w] + start * target_width);
     }
   }
+}
+
+/* Guarded mappings. Reading a page of a mapped file that has been truncated meanwhile, or cannot be
+ * read from its disk, raises SIGBUS, which ends the process. For the mappings made here a handler
+ * puts zeros in the place of such pages and marks the mapping as damaged; the reader goes on, and
+ * Python refuses the result. SIGBUS from anywhere else goes to the handler that was there before. */
+
+enum { MAPPINGS = 1 << 16 };
+static struct {
+  _Atomic uintptr_t begin, end; /* begin is 0 for a free slot */
+  atomic_int damaged;
+} mappings[MAPPINGS];
+static atomic_int num_mappings; /* one past the last slot that was ever used */
+static pthread_mutex_t mapping_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct sigaction previous_action;
+static atomic_int passed_on;
+
+static void replace_pages(int number, siginfo_t *info, void *context) {
+  (void)context;
+  uintptr_t at = (uintptr_t)info->si_addr;
+  uintptr_t page = at & ~((uintptr_t)sysconf(_SC_PAGESIZE) - 1);
+  for (int i = 0; info->si_code > 0 && i < num_mappings; i++) {
+    uintptr_t begin = mappings[i].begin, end = mappings[i].end;
+    if (begin == 0 || at < begin || at >= end) continue;
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
+    if (mmap((void *)page, end - page, PROT_READ, flags, -1, 0) == MAP_FAILED) break;
+    mappings[i].damaged = 1;
+    return;
+  }
+  /* Not ours. The faulting instruction runs again, now under the handler of before. */
+  if (passed_on++) signal(number, SIG_DFL);
+  else sigaction(number, &previous_action, NULL);
+  if (info->si_code <= 0) raise(number); /* sent by a process */
+}
+
+/* Map `size` bytes of an open file for reading. Returns a slot, or -1. */
+int lawa_map(int file, size_t size, void **address) {
+  int slot = 0;
+  pthread_mutex_lock(&mapping_lock);
+  while (slot < MAPPINGS && mappings[slot].begin) slot++;
+  void *found = slot < MAPPINGS ? mmap(NULL, size, PROT_READ, MAP_SHARED, file, 0) : MAP_FAILED;
+  struct sigaction action = {0}, current;
+  if (found != MAP_FAILED && sigaction(SIGBUS, NULL, &current) == 0) {
+    if (!(current.sa_flags & SA_SIGINFO) || current.sa_sigaction != replace_pages) {
+      action.sa_sigaction = replace_pages;
+      action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+      previous_action = current;
+      passed_on = 0;
+      sigaction(SIGBUS, &action, NULL);
+    }
+    mappings[slot].damaged = 0;
+    mappings[slot].end = (uintptr_t)found + size;
+    mappings[slot].begin = (uintptr_t)found;
+    if (slot >= num_mappings) num_mappings = slot + 1;
+    *address = found;
+  } else {
+    slot = -1;
+  }
+  pthread_mutex_unlock(&mapping_lock);
+  return slot;
+}
+
+/* Whether pages of a mapping were replaced by zeros. */
+int lawa_damaged(int slot) { return mappings[slot].damaged; }
+
+void lawa_unmap(int slot) {
+  pthread_mutex_lock(&mapping_lock);
+  uintptr_t begin = mappings[slot].begin, end = mappings[slot].end;
+  mappings[slot].begin = 0;
+  munmap((void *)begin, end - begin);
+  pthread_mutex_unlock(&mapping_lock);
 }

@@ -16,7 +16,7 @@ from torch_lawa.mean.dtypes import DTYPES
 from torch_lawa.mean.float8 import FLOAT8, float8_codes, float8_keys, float8_values
 from torch_lawa.mean.kernels import PIECE, Bytes, Doubles, Pieces, Windows, exact_factor, real
 
-__all__ = ["CompiledPieces", "library_name"]
+__all__ = ["CompiledPieces", "library_name", "native_library"]
 
 _FOLDER = Path(__file__).parent
 _KINDS = {"F64": 0, "F32": 1, "F16": 2, "BF16": 3}  # as in kernels.c; float8 uses a table
@@ -34,7 +34,7 @@ def library_name() -> str:
 
 
 @functools.cache
-def _library() -> Any:
+def native_library() -> Any:
     """The compiled library; None if it was not built or LAWA_KERNELS=numpy is set."""
     if os.environ.get("LAWA_KERNELS", "") == "numpy" or sys.byteorder != "little":
         return None
@@ -61,6 +61,8 @@ def _library() -> Any:
         *(number, size, address, address, address),
     ]
     library.lawa_windows.restype = None
+    library.lawa_map.argtypes = [number, size, ctypes.POINTER(address)]
+    library.lawa_unmap.restype = None
     return library
 
 
@@ -70,11 +72,11 @@ class CompiledPieces(Pieces):
     @staticmethod
     def available() -> bool:
         """Whether the compiled library can be loaded."""
-        return _library() is not None
+        return native_library() is not None
 
     def __init__(self, length: int = PIECE) -> None:
         super().__init__(length)
-        self._library = _library()
+        self._library = native_library()
         self._sum: Doubles = np.empty(self.length)
         self._out = np.empty(self.length * 8, np.uint8)
         self._count = 0

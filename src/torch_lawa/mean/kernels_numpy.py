@@ -52,7 +52,8 @@ class NumpyPieces(Pieces):
                 np.divide(self._total, divisor, out=self._total)
             elif factor != 1.0:
                 np.multiply(self._total, factor, out=self._total)
-            self.finite = bool(np.isfinite(self._total.sum()))
+            # The sum is quick, and finite if all values are, unless it overflows.
+            self.finite = bool(np.isfinite(self._total.sum()) or np.isfinite(self._total).all())
             return self._encode(self._total, target)
 
     def means(

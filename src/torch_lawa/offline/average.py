@@ -14,17 +14,19 @@ from torch_lawa.checkpoints.formats.base import Checkpoint
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.provenance import note_provenance, provenance
 from torch_lawa.checkpoints.storage.paths import Location
-from torch_lawa.errors import ConfigError, LayoutError
+from torch_lawa.errors import LayoutError
+from torch_lawa.garbage import paused_garbage_collection
 from torch_lawa.offline.engine import (
     Meter,
     default_threads,
     in_threads,
+    refuse_damaged,
     refusing_changes,
     run,
     whole,
 )
 from torch_lawa.offline.matching import PlannedTensor
-from torch_lawa.offline.options import DEFAULTS, AverageOptions
+from torch_lawa.offline.options import DEFAULTS, AverageOptions, check_threads
 from torch_lawa.offline.output_files import writing
 from torch_lawa.offline.plan import AveragePlan, Input, plan_average
 
@@ -166,10 +168,12 @@ def run_average(
 
 def open_inputs(plan: AveragePlan, stack: ExitStack, threads: int | None) -> list[Checkpoint]:
     """Open the checkpoints of a plan, oldest first; refuse those that changed since."""
-    if threads is not None and threads < 1:
-        raise ConfigError(f"threads={threads}: must be at least 1.")
-    opened = [stack.enter_context(open_checkpoint(i.location, key=plan.key)) for i in plan.inputs]
-    check_unchanged(plan.tensors, opened)
+    check_threads(threads)
+    with paused_garbage_collection():
+        opened = [
+            stack.enter_context(open_checkpoint(i.location, key=plan.key)) for i in plan.inputs
+        ]
+        check_unchanged(plan.tensors, opened)
     return opened
 
 
@@ -195,6 +199,7 @@ def hash_files(files: Sequence[Location], threads: int, meter: Meter) -> list[st
                 end = min(begin + _HASHED, source.size)
                 digest.update(source.view(begin, end).data)
                 meter.add(end - begin)
+            refuse_damaged([file])
             source.close()
             found[i] = digest.hexdigest()
 

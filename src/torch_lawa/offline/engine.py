@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from torch_lawa.checkpoints.formats.base import Checkpoint
-from torch_lawa.checkpoints.storage.paths import LocalPath
+from torch_lawa.checkpoints.storage.byte_sources import find_damaged
+from torch_lawa.checkpoints.storage.paths import LocalPath, Location
 from torch_lawa.coefficients import Uniform, Weights
 from torch_lawa.errors import FormatError
 from torch_lawa.mean.dtypes import DTYPES
-from torch_lawa.mean.kernels import PIECE, Bytes, all_finite, make_pieces, piece_length
+from torch_lawa.mean.kernels import PIECE, Bytes, Pieces, all_finite, make_pieces, piece_length
 from torch_lawa.offline.matching import PlannedTensor
 
 __all__ = [
@@ -25,12 +26,14 @@ __all__ = [
     "Sink",
     "Span",
     "Stopped",
+    "batched",
     "cut_spans",
     "default_threads",
     "drop_zeros",
     "in_threads",
     "pieces_of",
     "read_piece",
+    "refuse_damaged",
     "refusing_changes",
     "run",
     "value_width",
@@ -48,6 +51,10 @@ class Sink(Protocol):
 
     def write(self, name: str, begin: int, piece: Bytes) -> None:
         """Write bytes of the tensor `name` at offset `begin`; `piece` is reused after the call."""
+        ...
+
+    def write_all(self, parts: Sequence[tuple[str, int]], piece: Bytes) -> None:
+        """Write several whole tensors, (name, bytes) each, whose bytes follow each other."""
         ...
 
 
@@ -143,28 +150,86 @@ def run(
     alone = Uniform().weights(1)
     not_finite: set[str] = set()
 
-    def work(todo: Iterator[Span]) -> None:
-        piece = make_pieces(length or PIECE)
-        for tensor, first, last in todo:
-            code, target = tensor.source.dtype, tensor.target.dtype
-            begin, end = first * value_width(code), last * value_width(code)
-            if tensor.rule == "newest" and code == target:
-                made = read_piece(newest, tensor.name, begin, end)
-                meter.add(end - begin)
-            else:
-                average = tensor.rule == "average"
-                sources, how = (used, used_weights) if average else ([newest], alone)
-                raws = (read_piece(c, tensor.name, begin, end) for c in sources)
-                # Remote pieces one after the other, so that only one is in memory.
-                made = piece.mean(list(raws) if local else raws, how, code, target)
-                meter.add((end - begin) * len(sources))
-                # A mean may overflow an output dtype that is narrower than the inputs'.
-                if not piece.finite or (code != target and not all_finite(made, target)):
-                    not_finite.add(tensor.name)
-            sink.write(tensor.name, first * value_width(target), made)
+    def average(piece: Pieces, tensor: PlannedTensor, read: Callable[[Checkpoint], Bytes]) -> Bytes:
+        """The mean, or the newest, of bytes of `tensor`, or of several like it."""
+        code, target = tensor.source.dtype, tensor.target.dtype
+        if tensor.rule == "newest" and code == target:
+            piece.finite = True
+            # A copy: the system cannot write from a mapping that has lost its file.
+            return read(newest).copy()
+        sources, how = (used, used_weights) if tensor.rule == "average" else ([newest], alone)
+        raws = map(read, sources)
+        # Remote pieces one after the other, so that only one is in memory.
+        made = piece.mean(list(raws) if local else raws, how, code, target)
+        # A mean may overflow an output dtype that is narrower than the inputs'.
+        piece.finite = piece.finite and (code == target or all_finite(made, target))
+        return made
 
-    in_threads(threads, cut_spans(spans, length), work, meter)
+    def average_span(piece: Pieces, span: Span) -> None:
+        tensor, first, last = span
+        width = value_width(tensor.source.dtype)
+        begin, end = first * width, last * width
+        made = average(piece, tensor, lambda c: read_piece(c, tensor.name, begin, end))
+        if not piece.finite:
+            not_finite.add(tensor.name)
+        sink.write(tensor.name, first * value_width(tensor.target.dtype), made)
+
+    def average_small(piece: Pieces, spans: Sequence[Span]) -> None:
+        names = [tensor.name for tensor, _, _ in spans]
+        size = sum(tensor.source.nbytes for tensor, _, _ in spans)
+        made = average(piece, spans[0][0], lambda c: _read_all(c, names, size))
+        if piece.finite:
+            sink.write_all([(tensor.name, tensor.target.nbytes) for tensor, _, _ in spans], made)
+        else:  # one by one, to learn which
+            for span in spans:
+                average_span(piece, span)
+
+    def work(todo: Iterator[Sequence[Span]]) -> None:
+        piece = make_pieces(length or PIECE)
+        for spans in todo:
+            if len(spans) == 1:
+                average_span(piece, spans[0])
+            else:
+                average_small(piece, spans)
+            meter.add(sum(_bytes_read(span, len(used)) for span in spans))
+
+    cut = cut_spans(spans, length)
+    # From a server, one request per tensor, all at the same time.
+    todo = batched(cut) if local and length is None else ([span] for span in cut)
+    in_threads(threads, todo, work, meter)
     return sorted(not_finite)
+
+
+def _bytes_read(span: Span, num_averaged: int) -> int:
+    tensor, first, last = span
+    reads = num_averaged if tensor.rule == "average" else 1
+    return (last - first) * value_width(tensor.source.dtype) * reads
+
+
+def batched(spans: Iterable[Span]) -> Iterator[Sequence[Span]]:
+    """Gather small whole tensors that are alike, so that they are averaged as one piece.
+
+    Spans that follow each other stay together, since their bytes usually do so in the files.
+    """
+    batch: list[Span] = []
+    kind: tuple[str, str, str] | None = None
+    room = 0
+    for span in spans:
+        tensor, first, last = span
+        this = tensor.source.dtype, tensor.target.dtype, tensor.rule
+        whole = not first and last * value_width(this[0]) == tensor.source.nbytes
+        if batch and (this != kind or last > room or not whole):
+            yield batch
+            batch = []
+        if not whole:
+            yield [span]
+            continue
+        if not batch:
+            kind, room = this, piece_length(*this[:2])
+        batch.append(span)
+        room -= last
+    if batch:
+        yield batch
 
 
 def read_piece(checkpoint: Checkpoint, name: str, begin: int, end: int) -> Bytes:
@@ -178,6 +243,16 @@ def read_piece(checkpoint: Checkpoint, name: str, begin: int, end: int) -> Bytes
     return raw
 
 
+def _read_all(checkpoint: Checkpoint, names: Sequence[str], size: int) -> Bytes:
+    raw = checkpoint.read_all(names)
+    if len(raw) != size:
+        raise FormatError(
+            f"{checkpoint.location}: tensors from {names[0]!r} on ended early: the file changed "
+            "while it was being read. Try again when it is complete."
+        )
+    return raw
+
+
 @contextmanager
 def refusing_changes(opened: Sequence[Checkpoint]) -> Iterator[None]:
     """Fail if a local input file was written to during the block: the bytes read may be mixed.
@@ -186,10 +261,10 @@ def refusing_changes(opened: Sequence[Checkpoint]) -> Iterator[None]:
     no error. Remote files are not checked.
     """
     locations = [location for checkpoint in opened for location in checkpoint.files]
-    before = [
-        (location, _stamp(location)) for location in locations if isinstance(location, LocalPath)
-    ]
+    local = [location for location in locations if isinstance(location, LocalPath)]
+    before = [(location, _stamp(location)) for location in local]
     yield
+    refuse_damaged(local)
     for location, (inode, *stamp) in before:
         try:
             inode_now, *stamp_now = _stamp(location)
@@ -200,6 +275,16 @@ def refusing_changes(opened: Sequence[Checkpoint]) -> Iterator[None]:
                 f"{location}: was written to while it was being read, so nothing was made of it. "
                 "Try again when it is complete; `lawa watch` waits for that by itself."
             )
+
+
+def refuse_damaged(locations: Iterable[Location]) -> None:
+    """Fail if one of these files, which are still open, was truncated while it was read."""
+    paths = [location.path for location in locations if isinstance(location, LocalPath)]
+    for path in find_damaged(paths):
+        raise FormatError(
+            f"{path}: was truncated while it was being read, so nothing was made of it. Try again "
+            "when it is complete; `lawa watch` waits for that by itself."
+        )
 
 
 def _stamp(location: LocalPath) -> tuple[int, int, int]:

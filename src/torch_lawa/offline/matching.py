@@ -36,7 +36,7 @@ def match_tensors(
     """The tensors of the output, in the newest checkpoint's order; all checkpoints must match."""
     newest = checkpoints[-1]
     chosen = [name for name in newest.tensors if options.includes(name)]
-    everywhere = {name for checkpoint in checkpoints for name in checkpoint.tensors}
+    everywhere = {name for c in checkpoints for name in c.tensors} if options.patterns else ()
     for pattern in options.patterns:
         if not any(fnmatchcase(name, pattern) for name in everywhere):
             raise ConfigError(
@@ -46,10 +46,11 @@ def match_tensors(
     if not chosen:
         raise ConfigError("--include and --exclude leave no tensor to write.")
     for other in checkpoints[:-1]:
-        _compare(other, newest, chosen, options)
+        if other.tensors is not newest.tensors:  # files with the same header share them
+            _compare(other, newest, chosen, options)
     prefix = options.strip_prefix
     for name in chosen:
-        if not name.startswith(prefix) or name == prefix:
+        if prefix and (not name.startswith(prefix) or name == prefix):
             raise ConfigError(
                 f"tensor {name!r} of {newest.location} does not begin with {prefix!r}. Leave such "
                 f"tensors out with --include '{prefix}*', or do without --strip-prefix."

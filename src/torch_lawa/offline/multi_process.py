@@ -37,6 +37,7 @@ from torch_lawa.offline.engine import (
     value_width,
 )
 from torch_lawa.offline.matching import PlannedTensor
+from torch_lawa.offline.options import check_threads
 from torch_lawa.offline.output_files import LaidFile, SafetensorsSink, writing
 from torch_lawa.offline.plan import AveragePlan
 from torch_lawa.ranks.agreement import FailTogether
@@ -118,6 +119,7 @@ def average_as_other_rank(
 ) -> None:
     """Do this rank's share of the plan of rank 0; returns when the result is published."""
     with ranks.failing(), ExitStack() as stack:
+        check_threads(threads)
         sent = ranks.exchange(_INPUTS)[0]
         locations = [parse_location(name) for name in sent["inputs"]]
         opened = [stack.enter_context(open_checkpoint(p, key=sent["key"])) for p in locations]
@@ -132,7 +134,8 @@ def average_as_other_rank(
         sink = _open_sink(task, ranks.rank)
         stack.callback(sink.close)
         spans = task.spans(ranks.rank)
-        not_finite = run(opened, task.weights, spans, sink, threads=threads, meter=meter)
+        with refusing_changes(opened):
+            not_finite = run(opened, task.weights, spans, sink, threads=threads, meter=meter)
         sink.flush()
         sink.close()
         ranks.exchange(_VALUES, not_finite)

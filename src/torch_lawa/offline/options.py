@@ -12,9 +12,10 @@ from torch_lawa.errors import ConfigError
 from torch_lawa.mean.dtypes import parse_dtype
 from torch_lawa.validation import one_of
 
-__all__ = ["DEFAULTS", "AverageOptions", "Buffers", "check_threads"]
+__all__ = ["DEFAULTS", "MAX_THREADS", "AverageOptions", "Buffers", "check_threads"]
 
 Buffers = Literal["newest", "average"]
+MAX_THREADS = 256  # each has buffers of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,6 @@ DEFAULTS = AverageOptions()
 
 
 def check_threads(threads: int | None) -> None:
-    """Refuse fewer than one thread; None means the default."""
-    if threads is not None and threads < 1:
-        raise ConfigError(f"threads={threads}: give at least 1.")
+    """Refuse fewer than one thread, and more than any machine needs; None means the default."""
+    if threads is not None and not 1 <= threads <= MAX_THREADS:
+        raise ConfigError(f"threads={threads}: give 1 to {MAX_THREADS}.")

@@ -30,7 +30,6 @@ from torch_lawa.errors import LawaError, OutputError
 from torch_lawa.mean.dtypes import DTYPES
 from torch_lawa.offline.matching import PlannedTensor
 from torch_lawa.offline.output_plan import Output
-from torch_lawa.offline.side_files import read_pieces
 from torch_lawa.system_errors import named_errors
 
 __all__ = ["LaidFile", "SafetensorsSink", "lay_out", "writing"]
@@ -188,9 +187,8 @@ def _upload(folder: Path, location: RemoteURL, output: Output) -> None:
 
 
 def _copy(location: Location, path: Path, output: Output) -> None:
-    with named_errors(path), path.open("wb") as file:
-        for piece in read_pieces(location):
-            file.write(piece)
+    with named_errors(path):
+        location.copy_to(path)
     floats = {t.target.dtype for shard in output.shards for t in shard.tensors
               if t.source.dtype != t.target.dtype}  # fmt: skip
     if location.name == "config.json" and len(floats) == 1:

@@ -14,6 +14,7 @@ from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.storage.paths import Location, parse_location
 from torch_lawa.coefficients import Explicit, Uniform, Weights, name_coefficients
 from torch_lawa.errors import ConfigError, LayoutError
+from torch_lawa.garbage import paused_garbage_collection
 from torch_lawa.offline.matching import PlannedTensor, match_tensors, shared_aliases
 from torch_lawa.offline.options import DEFAULTS, AverageOptions
 from torch_lawa.offline.output_plan import Output, plan_output
@@ -182,7 +183,7 @@ def plan_found(
     overwrite: bool = False,
 ) -> AveragePlan:
     """Plan the average of checkpoints that were found and chosen, oldest first."""
-    with ExitStack() as stack:
+    with paused_garbage_collection(), ExitStack() as stack:
         opened = [stack.enter_context(open_checkpoint(f.location, key=options.key)) for f in found]
         return plan_opened(found, opened, output, options, notes=notes, overwrite=overwrite)
 

@@ -439,6 +439,8 @@ def _make(
                         made = read_piece(opened[at[-1]], tensor.name, begin, end)
                         if code != target:
                             made = pieces.mean([made], single, code, target)
+                        else:  # the system cannot write from a mapping that has lost its file
+                            made = made.copy()
                         sink.write(tensor.name, first * value_width(target), made)
                     continue
                 raws = (read_piece(c, tensor.name, begin, end) for c in opened)

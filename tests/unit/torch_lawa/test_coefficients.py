@@ -158,3 +158,9 @@ def test_a_new_rule_works_everywhere_from_its_one_entry(tmp_path: Path) -> None:
 def test_a_name_is_registered_once() -> None:
     with pytest.raises(ConfigError, match="'uniform' is registered"):
         register_coefficients("uniform")(Uniform)
+
+
+@pytest.mark.parametrize("values", [[1e308, 1e308], [10**400]])
+def test_weights_whose_sum_is_too_large(values: list[float]) -> None:
+    with pytest.raises(ConfigError, match="too large"):
+        Explicit(values).weights(len(values))

@@ -75,6 +75,27 @@ def test_a_broken_line_elsewhere_is_named(path: Path, broken: bytes) -> None:
         read_metrics(path)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        *({name: value} for name in ("step", "epoch", "k", "horizon") for value in ("3", [3], {})),
+        *({name: value} for name in ("weights", "coefficients") for value in (["raw"], {})),
+    ],
+)
+def test_a_row_of_mixed_types_is_named(path: Path, row: dict[str, object]) -> None:
+    """What rows are identified by must be comparable and hashable."""
+    path.write_text(json.dumps({"step": 1}) + "\n" + json.dumps(row) + "\n")
+    with pytest.raises(FormatError, match=f"line 2.*{next(iter(row))}"):
+        read_metrics(path)
+
+
+@pytest.mark.parametrize("line", [b"[" * 100_000, b'{"step": ' + b"9" * 5000 + b"}"])
+def test_a_row_that_python_cannot_parse(path: Path, line: bytes) -> None:
+    path.write_bytes(line + b"\n")
+    with pytest.raises(FormatError, match="line 1"):
+        read_metrics(path)
+
+
 def test_an_empty_file_has_no_rows(path: Path) -> None:
     path.touch()
     assert read_metrics(path) == []

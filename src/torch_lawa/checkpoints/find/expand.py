@@ -182,4 +182,9 @@ def _is_link(location: Location) -> bool:
 def _natural(location: Location) -> list[tuple[int, str]]:
     """A sort key that puts `step-1000` after `step-500`."""
     parts = re.split(r"([0-9]+)", str(location))
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+    # Without leading zeros, numbers sort by their length and then as text, however long they are.
+    digits = [part.lstrip("0") if part.isdecimal() else None for part in parts]
+    return [
+        (-1, part) if number is None else (len(number), number)
+        for part, number in zip(parts, digits, strict=True)
+    ]

@@ -2,17 +2,28 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from torch_lawa.errors import FormatError
 from torch_lawa.mean.dtypes import DTYPES
+from torch_lawa.units import format_bytes
 
 if TYPE_CHECKING:
     from torch_lawa.checkpoints.storage.paths import Location
     from torch_lawa.mean.kernels import Bytes
 
-__all__ = ["Checkpoint", "CheckpointLayout", "TensorSpec", "TrainingProgress"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointLayout",
+    "TensorSpec",
+    "TrainingProgress",
+    "check_claims",
+    "is_text",
+]
+
+_EXPANDED = 1 << 30  # bytes
 
 CheckpointLayout = str  # "single", "sharded", "distributed", or one that a format adds
 
@@ -72,6 +83,12 @@ class Checkpoint(ABC):
     def read(self, name: str, begin: int, end: int) -> "Bytes":
         """Bytes `begin` to `end` of the tensor `name`."""
 
+    def read_all(self, names: Sequence[str]) -> "Bytes":
+        """The bytes of several (small) tensors, one after the other."""
+        import numpy as np  # not above: the command's options import this module
+
+        return np.concatenate([self.read(n, 0, self.tensors[n].nbytes) for n in names])
+
     @abstractmethod
     def file_of(self, name: str) -> "Location":
         """The file that contains the tensor `name`: for messages, and to keep the layout."""
@@ -95,3 +112,28 @@ class Checkpoint(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def is_text(name: str) -> bool:
+    """Whether a name is valid Unicode: other readers refuse lone surrogates.
+
+    >>> is_text("größe"), is_text("a\\ud800")
+    (True, False)
+    """
+    return not any("\ud800" <= character <= "\udfff" for character in name)
+
+
+def check_claims(checkpoint: Checkpoint, num_stored: int) -> None:
+    """Refuse tensors that are much larger than the `num_stored` bytes of their files.
+
+    An expanded tensor (stride 0) has more values than its file. A little of that is in use, but a
+    file of 500 bytes can also claim terabytes.
+    """
+    claimed = checkpoint.num_bytes
+    if claimed > num_stored + _EXPANDED:
+        largest = max(checkpoint.tensors, key=lambda name: checkpoint.tensors[name].nbytes)
+        raise FormatError(
+            f"{checkpoint.location}: its tensors claim {format_bytes(claimed)}, but the files have "
+            f"{format_bytes(num_stored)}. Tensors such as {largest!r} may be expanded: save "
+            "tensor.contiguous() instead."
+        )

@@ -10,7 +10,12 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from torch_lawa.checkpoints.formats.base import Checkpoint, TensorSpec, TrainingProgress
+from torch_lawa.checkpoints.formats.base import (
+    Checkpoint,
+    TensorSpec,
+    TrainingProgress,
+    check_claims,
+)
 from torch_lawa.checkpoints.formats.dcp_chunks import Chunk, ChunkedTensor, find_problem
 from torch_lawa.checkpoints.formats.torch_pickle.archive import load_archive
 from torch_lawa.checkpoints.formats.torch_pickle.safe_pickle import Label, Record, load_pickle
@@ -76,6 +81,11 @@ class DistributedCheckpoint(Checkpoint):
             progress=progress,
             notes=notes,
         )
+        try:
+            check_claims(self, sum(source.size for source in self._sources.values()))
+        except FormatError:
+            self.close()
+            raise
 
     def read(self, name: str, begin: int, end: int) -> "Bytes":
         return self._tensors[name].read(begin, end)

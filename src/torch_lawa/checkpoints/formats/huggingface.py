@@ -4,7 +4,7 @@ Adapter folders of PEFT are such folders too. An index may only name files in it
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch_lawa.checkpoints.formats.base import Checkpoint, TensorSpec, TrainingProgress
@@ -144,6 +144,14 @@ class ShardedCheckpoint(Checkpoint):
     def read(self, name: str, begin: int, end: int) -> "Bytes":
         return self._shards[self._map[name]].read(name, begin, end)
 
+    def read_all(self, names: Sequence[str]) -> "Bytes":
+        files = {self._map[name] for name in names}
+        return (
+            self._shards[files.pop()].read_all(names)
+            if len(files) == 1
+            else super().read_all(names)
+        )
+
     def file_of(self, name: str) -> "Location":
         return self.location.child(self._map[name])
 
@@ -182,9 +190,11 @@ def _trainer_state(folder: "Location") -> TrainingProgress:
     # An epoch there may be a fraction (2.75); only whole ones count.
     if isinstance(epoch, float) and epoch.is_integer():
         epoch = int(epoch)
-    return TrainingProgress(
-        step if isinstance(step, int) else None, epoch if isinstance(epoch, int) else None
-    )
+    return TrainingProgress(_count(step), _count(epoch))
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int and 0 <= value < 2**63 else None
 
 
 def read_json(location: "Location") -> dict[str, object]:

@@ -4,8 +4,11 @@ Implemented here rather than with the library, so that ranges of bytes can be wr
 read as views of the file, without PyTorch. Reading checks the header against the file.
 """
 
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +18,11 @@ from torch_lawa.checkpoints.formats.base import (
     CheckpointLayout,
     TensorSpec,
     TrainingProgress,
+    is_text,
 )
 from torch_lawa.checkpoints.storage.paths import ByteSource, LocalPath, Location
 from torch_lawa.errors import FormatError
+from torch_lawa.garbage import paused_garbage_collection
 from torch_lawa.mean.dtypes import DTYPES
 
 if TYPE_CHECKING:
@@ -26,17 +31,25 @@ if TYPE_CHECKING:
 __all__ = ["Header", "SafetensorsFile", "encode_header", "parse_header", "read_header"]
 
 _MAX_HEADER = 100 * 1024 * 1024  # the format's own limit
+_MAX_DIMS, _MAX_SIZE = 1024, 2**63
 _STEP_KEYS = ("step", "global_step")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Header:
-    """A header: name -> spec and (begin, end) in the data; free metadata."""
+    """A header: name -> spec and (begin, end) in the data; free metadata.
 
-    tensors: dict[str, TensorSpec]
-    ranges: dict[str, tuple[int, int]]
-    metadata: dict[str, str]
+    Files with the same header share one object, as most checkpoints of a run do.
+    """
+
+    tensors: Mapping[str, TensorSpec]  # in the order of the file
+    ranges: Mapping[str, tuple[int, int]]
+    metadata: Mapping[str, str]
     data_start: int
+    file_size: int
+
+
+_headers: "weakref.WeakValueDictionary[bytes, Header]" = weakref.WeakValueDictionary()
 
 
 def encode_header(
@@ -50,15 +63,17 @@ def encode_header(
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset, begins = 0, {}
-    for name, spec in entries:
-        header[name] = {
-            "dtype": spec.dtype,
-            "shape": list(spec.shape),
-            "data_offsets": [offset, offset + spec.nbytes],
-        }
-        begins[name] = offset
-        offset += spec.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
+    with paused_garbage_collection():
+        for name, spec in entries:
+            end = offset + spec.nbytes
+            header[name] = {
+                "dtype": spec.dtype,
+                "shape": list(spec.shape),
+                "data_offsets": [offset, end],
+            }
+            begins[name] = offset
+            offset = end
+        text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)  # so that the data is aligned
     start = 8 + len(text)
     if len(text) > _MAX_HEADER:
@@ -90,49 +105,81 @@ def parse_header(source: ByteSource, location: Location) -> Header:
             f"{location}: not a complete safetensors file (header length {length}, file size "
             f"{source.size}). It may be truncated or of another format; write it again."
         )
-    try:
-        raw = json.loads(
-            source.view(8, 8 + length).tobytes(), object_pairs_hook=_without_duplicates
+    text = source.view(8, 8 + length).tobytes()
+    key = hashlib.blake2b(text).digest()
+    header = _headers.get(key)
+    if header is None:
+        with paused_garbage_collection():
+            header = _headers.setdefault(key, _parse(text, location))
+    if header.file_size != source.size:
+        raise FormatError(
+            f"{location}: the header describes {header.file_size} bytes, but the file has "
+            f"{source.size}. It is truncated or damaged; write it again."
         )
+    return header
+
+
+def _parse(text: bytes, location: Location) -> Header:
+    try:
+        raw = json.loads(text, object_pairs_hook=_without_duplicates)
         metadata = {str(k): str(v) for k, v in raw.pop("__metadata__", {}).items()}
-        entries = {name: _read_entry(name, entry) for name, entry in raw.items()}
+        entries = _read_entries(raw)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"{location}: the safetensors header is broken ({error}).") from None
     end = 0
-    entries = dict(sorted(entries.items(), key=lambda item: item[1][1]))  # in the order of the file
-    for name, (_, (begin, stop)) in entries.items():
+    entries.sort(key=_range_of)
+    for name, _, (begin, stop) in entries:
         if begin != end:
             raise FormatError(f"{location}: tensor {name!r} begins at {begin}, expected {end}.")
         end = stop
-    if 8 + length + end != source.size:
-        raise FormatError(
-            f"{location}: the header describes {8 + length + end} bytes, but the file has "
-            f"{source.size}. It is truncated or damaged; write it again."
-        )
-    tensors = {name: spec for name, (spec, _) in entries.items()}
-    ranges = {name: span for name, (_, span) in entries.items()}
-    return Header(tensors, ranges, metadata, 8 + length)
+    tensors = {name: spec for name, spec, _ in entries}
+    ranges = {name: span for name, _, span in entries}
+    return Header(tensors, ranges, metadata, 8 + len(text), 8 + len(text) + end)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} appears twice")
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"{counts.most_common(1)[0][0]!r} appears twice")
     return found
 
 
-def _read_entry(name: str, entry: Any) -> tuple[TensorSpec, tuple[int, int]]:
-    if entry["dtype"] not in DTYPES:
-        raise ValueError(f"tensor {name!r} has the unknown dtype {entry['dtype']!r}")
-    shape = tuple(entry["shape"])
-    begin, end = entry["data_offsets"]
-    if not all(type(n) is int for n in (*shape, begin, end)) or min(shape, default=0) < 0:
-        raise ValueError(f"tensor {name!r}: shape {shape}, offsets {begin}..{end}")
-    spec = TensorSpec(entry["dtype"], shape)
-    if not 0 <= begin <= end or end - begin != spec.nbytes:
-        raise ValueError(f"tensor {name!r}: offsets {begin}..{end} do not hold {spec}")
-    return spec, (begin, end)
+_Entry = tuple[str, TensorSpec, tuple[int, int]]
+
+
+def _range_of(entry: _Entry) -> tuple[int, int]:
+    return entry[2]
+
+
+def _read_entries(raw: Mapping[str, Any]) -> list[_Entry]:
+    specs: dict[tuple[str, str], tuple[TensorSpec, int]] = {}  # few shapes, many tensors
+    entries = []
+    for name, entry in raw.items():
+        if not name.isascii() and not is_text(name):
+            raise ValueError(f"the name {name!r} is not valid text")
+        dtype, shape = entry["dtype"], entry["shape"]
+        begin, end = entry["data_offsets"]
+        known = (dtype, str(shape))  # as text, because 1 and true and 1.0 are equal
+        if known not in specs:
+            specs[known] = _make_spec(name, dtype, shape)
+        spec, size = specs[known]
+        if not (type(begin) is int and type(end) is int and 0 <= begin <= end):
+            raise ValueError(f"tensor {name!r}: offsets {begin}..{end}")
+        if end - begin != size:
+            raise ValueError(f"tensor {name!r}: offsets {begin}..{end} do not hold {spec}")
+        entries.append((name, spec, (begin, end)))
+    return entries
+
+
+def _make_spec(name: str, dtype: Any, shape: Any) -> tuple[TensorSpec, int]:
+    if dtype not in DTYPES:
+        raise ValueError(f"tensor {name!r} has the unknown dtype {dtype!r}")
+    shape = tuple(shape)
+    if len(shape) > _MAX_DIMS or not all(type(n) is int and 0 <= n < _MAX_SIZE for n in shape):
+        raise ValueError(f"tensor {name!r}: shape {shape}")
+    spec = TensorSpec(dtype, shape)
+    return spec, spec.nbytes
 
 
 class SafetensorsFile(Checkpoint):
@@ -140,8 +187,7 @@ class SafetensorsFile(Checkpoint):
 
     def __init__(self, location: Location, layout: CheckpointLayout = "single") -> None:
         self._file, self._source = location, location.open()
-        header = parse_header(self._source, location)
-        self._starts = {n: header.data_start + begin for n, (begin, _) in header.ranges.items()}
+        self._header = header = parse_header(self._source, location)
         # The convention of safetensors' own `save_model`: the metadata maps each tied name that is
         # not in the file to the name that is.
         aliases = {
@@ -163,8 +209,18 @@ class SafetensorsFile(Checkpoint):
         )
 
     def read(self, name: str, begin: int, end: int) -> "Bytes":
-        start = self._starts[name]
+        start = self._header.data_start + self._header.ranges[name][0]
         return self._source.view(start + begin, start + end)
+
+    def read_all(self, names: Sequence[str]) -> "Bytes":
+        ranges, start = self._header.ranges, self._header.data_start
+        first, end = ranges[names[0]]
+        for name in names[1:]:
+            begin, stop = ranges[name]
+            if begin != end:
+                return super().read_all(names)
+            end = stop
+        return self._source.view(start + first, start + end)
 
     def file_of(self, name: str) -> Location:
         return self._file
@@ -178,4 +234,5 @@ class SafetensorsFile(Checkpoint):
 
 
 def _number(metadata: Mapping[str, str], keys: Iterable[str]) -> int | None:
-    return next((int(metadata[k]) for k in keys if metadata.get(k, "").isdecimal()), None)
+    texts = (metadata.get(key, "") for key in keys)
+    return next((int(text) for text in texts if text.isdecimal() and len(text) <= 18), None)

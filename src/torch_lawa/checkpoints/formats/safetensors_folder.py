@@ -142,6 +142,19 @@ class FolderSink:
             self._unflushed = 0
             start_flushing(handle)
 
+    def write_all(self, parts: Sequence[tuple[str, int]], piece: "Bytes") -> None:
+        """Write several whole tensors, (name, bytes) each, whose bytes follow each other."""
+        done = 0
+        while parts:
+            handle, start = self._starts[parts[0][0]]
+            size = num = 0
+            for name, num_bytes in parts:
+                if self._starts[name] != (handle, start + size):
+                    break
+                size, num = size + num_bytes, num + 1
+            self.write(parts[0][0], 0, piece[done : done + size])
+            done, parts = done + size, parts[num:]
+
     def flush(self) -> None:
         """Make what was written survive a power cut."""
         for handle in self._handles:

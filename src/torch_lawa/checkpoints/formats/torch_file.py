@@ -5,7 +5,7 @@ Tensors are views of the file. `torch_write` writes such files.
 
 from typing import TYPE_CHECKING
 
-from torch_lawa.checkpoints.formats.base import Checkpoint
+from torch_lawa.checkpoints.formats.base import Checkpoint, check_claims
 from torch_lawa.checkpoints.formats.torch_pickle.archive import load_archive
 from torch_lawa.checkpoints.formats.torch_pickle.state_dicts import find_progress, find_weights
 from torch_lawa.checkpoints.formats.torch_pickle.tensors import (
@@ -49,6 +49,11 @@ class TorchFile(Checkpoint):
             notes=weights.notes,
         )
         self._file = location
+        try:
+            check_claims(self, self._source.size)
+        except FormatError:
+            self._source.close()
+            raise
 
     def read(self, name: str, begin: int, end: int) -> "Bytes":
         return self._stored[name].read(begin, end)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch_lawa.checkpoints.formats.registry import StagedValues
 from torch_lawa.checkpoints.formats.safetensors import read_header
 from torch_lawa.checkpoints.formats.safetensors_torch import load_tensors
+from torch_lawa.garbage import paused_garbage_collection
 from torch_lawa.system_errors import named_errors
 
 __all__ = ["write_distributed", "write_file"]
@@ -29,9 +30,13 @@ def write_file(staged: StagedValues) -> None:
     The provenance goes into the state dict's `_metadata`, where PyTorch keeps the versions of
     modules; `load_state_dict` ignores names that are not modules.
     """
-    state = _state(staged)
-    state._metadata = OrderedDict(staged.metadata)  # type: ignore[attr-defined]
-    with _disk_errors(staged.target), staged.target.open("wb") as file:
+    with (
+        paused_garbage_collection(),
+        _disk_errors(staged.target),
+        staged.target.open("wb") as file,
+    ):
+        state = _state(staged)
+        state._metadata = OrderedDict(staged.metadata)  # type: ignore[attr-defined]
         torch.save(_nested(state, staged.nested_under), file)
 
 
@@ -42,7 +47,7 @@ def write_distributed(staged: StagedValues) -> None:
 
     folder = staged.target
     state = _nested(dict(_state(staged)), staged.nested_under)
-    with _disk_errors(folder), warnings.catch_warnings():
+    with paused_garbage_collection(), _disk_errors(folder), warnings.catch_warnings():
         # One process is intended, and older versions of PyTorch have no `no_dist`.
         warnings.filterwarnings("ignore", message=".*torch.distributed is.*")
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # theirs, in 2.6

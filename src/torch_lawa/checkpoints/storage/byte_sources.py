@@ -1,9 +1,17 @@
-"""Ranges of bytes of open files: memory-mapped if local, otherwise fetched."""
+"""Ranges of bytes of open files: memory-mapped if local, otherwise fetched.
 
+A file may be truncated while it is read. A plain mapping of it would end the process with SIGBUS,
+so local files are mapped by the compiled library, which guards its mappings, or read with `pread`
+where that library was not built.
+"""
+
+import contextlib
+import ctypes
 import io
-import mmap
 import os
+import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +19,22 @@ import numpy as np
 
 from torch_lawa.checkpoints.storage.remote_errors import translated_errors
 from torch_lawa.errors import FormatError
+from torch_lawa.mean.kernels_native import native_library
 
 if TYPE_CHECKING:
     from torch_lawa.mean.kernels import Bytes
 
-__all__ = ["ByteSource", "MappedSource", "ReadSource", "RemoteSource", "SourceFile"]
+__all__ = [
+    "ByteSource",
+    "GuardedSource",
+    "ReadSource",
+    "RemoteSource",
+    "SourceFile",
+    "find_damaged",
+    "open_file",
+]
+
+_mapped: dict[int, Path] = {}  # the files that are mapped, by their slots in the compiled library
 
 
 class ByteSource(ABC):
@@ -32,16 +51,51 @@ class ByteSource(ABC):
         """Close the file; existing views stay valid."""
 
 
-class MappedSource(ByteSource):
-    """A memory-mapped local file."""
+def open_file(path: Path) -> ByteSource:
+    """Open a local file in the fastest way that survives its truncation."""
+    library = native_library()
+    if library is not None:
+        with contextlib.suppress(_NotMappable):
+            return GuardedSource(path, library)
+    return ReadSource(path)
 
-    def __init__(self, path: Path) -> None:
+
+def find_damaged(paths: Iterable[Path]) -> list[Path]:
+    """Those of these files that were truncated since they were opened, and read beyond their end.
+
+    Only files that are still open are found.
+    """
+    wanted, library = set(paths), native_library()
+    open_now = [(slot, path) for slot, path in list(_mapped.items()) if path in wanted]
+    return [path for slot, path in open_now if library.lawa_damaged(slot)]
+
+
+class _NotMappable(Exception):
+    """The file system cannot map files, or too many are mapped."""
+
+
+class GuardedSource(ByteSource):
+    """A local file in a guarded memory map: pages that the file loses are read as zeros.
+
+    Readers check for it at the end, with `find_damaged`: no other check is free of a race.
+    """
+
+    def __init__(self, path: Path, library: Any) -> None:
         with path.open("rb") as file:
             self.size = os.fstat(file.fileno()).st_size
             self._bytes: Bytes = np.empty(0, dtype=np.uint8)
-            if self.size:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                self._bytes = np.frombuffer(mapped, dtype=np.uint8)
+            if not self.size:
+                return
+            address = ctypes.c_void_p()
+            slot = library.lawa_map(file.fileno(), self.size, ctypes.byref(address))
+            if slot < 0 or address.value is None:
+                raise _NotMappable
+        memory = (ctypes.c_uint8 * self.size).from_address(address.value)
+        _mapped[slot] = path
+        # Not on exit: a daemon thread may still be reading.
+        weakref.finalize(memory, _unmap, library, slot).atexit = False
+        self._bytes = np.frombuffer(memoryview(memory), dtype=np.uint8)
+        self._bytes.flags.writeable = False
 
     def view(self, begin: int, end: int) -> "Bytes":
         return self._bytes[begin:end]
@@ -51,8 +105,13 @@ class MappedSource(ByteSource):
         self._bytes = np.empty(0, dtype=np.uint8)
 
 
+def _unmap(library: Any, slot: int) -> None:
+    del _mapped[slot]  # before the slot is free again
+    library.lawa_unmap(slot)
+
+
 class ReadSource(ByteSource):
-    """A local file that may be truncated while it is read: with a mapping that raises SIGBUS."""
+    """A local file, read with `pread`: slower than a mapping, but always available."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,7 +1,8 @@
 """A `Location` is a local path, or a URL that fsspec opens; all file access goes through it.
 
-Local files are memory-mapped. From remote files only the requested ranges are fetched, so each
-piece is one request and the number of threads is the number of requests in flight.
+Local files are memory-mapped, guarded against truncation. From remote files only the requested
+ranges are fetched, so each piece is one request and the number of threads is the number of requests
+in flight.
 """
 
 import errno
@@ -14,13 +15,12 @@ from typing import Any
 
 from torch_lawa.checkpoints.storage.byte_sources import (
     ByteSource,
-    MappedSource,
-    ReadSource,
     RemoteSource,
     SourceFile,
+    open_file,
 )
 from torch_lawa.checkpoints.storage.remote_errors import package_for, translated_errors
-from torch_lawa.errors import ConfigError, LawaError, OutputError
+from torch_lawa.errors import ConfigError, FormatError, LawaError, OutputError
 
 __all__ = [
     "ByteSource",
@@ -31,6 +31,9 @@ __all__ = [
     "is_url",
     "parse_location",
 ]
+
+_MAX_SMALL = 256 * 1024 * 1024  # bytes of a file that is read as a whole: an index, a configuration
+_COPIED = 16 * 1024 * 1024  # bytes at a time
 
 
 class Location(ABC):
@@ -91,25 +94,39 @@ class Location(ABC):
         return self.stamp()[0]
 
     def read_bytes(self) -> bytes:
-        """The whole (small) file."""
+        """The whole file, which must be small."""
         source = self.open()
         try:
+            self._check_size(source.size)
             return source.view(0, source.size).tobytes()
         finally:
             source.close()
 
+    def copy_to(self, path: Path) -> None:
+        """Copy the file, of any size, to a local path."""
+        source = self.open()
+        try:
+            with path.open("wb") as file:
+                for begin in range(0, source.size, _COPIED):
+                    file.write(source.view(begin, min(begin + _COPIED, source.size)).tobytes())
+        finally:
+            source.close()
+
+    def _check_size(self, size: int) -> None:
+        if size > _MAX_SMALL:
+            raise FormatError(
+                f"{self}: has {size} bytes, and at most {_MAX_SMALL} are read. It does not belong "
+                "to a checkpoint, or is damaged."
+            )
+
 
 class LocalPath(Location):
-    """A local path.
-
-    Files are memory-mapped, which is fastest, unless `mapped` is False: for files that may be
-    truncated while they are read.
-    """
+    """A local path."""
 
     local = True
 
-    def __init__(self, path: Path | str, *, mapped: bool = True) -> None:
-        self.path, self.mapped = Path(path), mapped
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
 
     def __str__(self) -> str:
         return str(self.path)
@@ -129,10 +146,10 @@ class LocalPath(Location):
 
     @property
     def parent(self) -> "LocalPath":
-        return LocalPath(self.path.parent, mapped=self.mapped)
+        return LocalPath(self.path.parent)
 
     def child(self, name: str) -> "LocalPath":
-        return LocalPath(self.path / name, mapped=self.mapped)
+        return LocalPath(self.path / name)
 
     def is_file(self) -> bool:
         return self._is(Path.is_file)
@@ -159,7 +176,7 @@ class LocalPath(Location):
         return found.st_size, (found.st_mtime_ns, found.st_ino)
 
     def open(self) -> ByteSource:
-        return MappedSource(self.path) if self.mapped else ReadSource(self.path)
+        return open_file(self.path)
 
 
 class RemoteURL(Location):
@@ -244,7 +261,9 @@ class RemoteURL(Location):
         return RemoteSource(self.fs, self._path, str(self), int(found["size"]))
 
     def read_bytes(self) -> bytes:
-        """The whole (small) file as it is now, in one request."""
+        """The whole file, which must be small, as it is now."""
+        found = self._info()
+        self._check_size(0 if found is None else int(found.get("size") or 0))
         try:
             with translated_errors(str(self)):
                 return bytes(self.fs.cat_file(self._path))
@@ -301,6 +320,8 @@ def is_url(text: str) -> bool:
 def parse_location(text: str | os.PathLike[str]) -> Location:
     """The location of a path or URL."""
     text = os.fspath(text)
+    if "\0" in text:
+        raise ConfigError(f"{text!r}: contains a null character. Give a path or a URL.")
     if not is_url(text) or text.startswith("file://"):
         return LocalPath(os.path.expanduser(text.removeprefix("file://")))
     import fsspec
@@ -315,7 +336,7 @@ def parse_location(text: str | os.PathLike[str]) -> Location:
         raise ConfigError(
             f"{text}: {protocol}:// needs a package that is not installed ({error}). {what_next}"
         ) from None
-    except ValueError as error:
+    except Exception as error:  # each file system checks its URLs in a way of its own
         raise ConfigError(f"{text}: {error}. Give a path or a URL that fsspec supports.") from None
     if isinstance(fs, LocalFileSystem):
         return LocalPath(path)

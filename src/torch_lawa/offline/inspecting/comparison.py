@@ -8,7 +8,14 @@ from torch_lawa.checkpoints.find.step_names import parse_name
 from torch_lawa.checkpoints.formats.base import Checkpoint, TrainingProgress
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.mean.kernels import PIECE
-from torch_lawa.offline.engine import Meter, default_threads, in_threads, read_piece, value_width
+from torch_lawa.offline.engine import (
+    Meter,
+    default_threads,
+    in_threads,
+    read_piece,
+    refusing_changes,
+    value_width,
+)
 from torch_lawa.offline.inspecting.difference import Difference, Side, TensorDifference
 from torch_lawa.offline.inspecting.distances import PieceDifference, Sums, comparable
 from torch_lawa.offline.inspecting.inspection import find_one
@@ -56,7 +63,9 @@ def compare_checkpoints(
                 matched.append((name, x, y))
             else:
                 unlike[name] = specs
-        sums = _run(old, new, matched, threads or default_threads([old, new]), meter or Meter())
+        with refusing_changes([old, new]):
+            num_threads = threads or default_threads([old, new])
+            sums = _run(old, new, matched, num_threads, meter or Meter())
         return Difference(
             a=_side(old, names_old, names_new, _ties(new)),
             b=_side(new, names_new, names_old, _ties(old)),

@@ -155,8 +155,7 @@ class WindowFolder:
             self.state = state
 
     def _location(self, folder: str, file: str) -> LocalPath:
-        # Not mapped: the trainer may rewrite a linked file, and so truncate it, while we read.
-        location = LocalPath(self.folder / folder, mapped=False)
+        location = LocalPath(self.folder / folder)
         return location.child(file) if file else location
 
     def _is_intact(self, snapshot: KeptCheckpoint) -> bool:

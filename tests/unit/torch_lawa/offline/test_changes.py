@@ -10,8 +10,6 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from torch_lawa.checkpoints.storage.byte_sources import ReadSource
-from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import FormatError, OutputError
 from torch_lawa.offline import average, sweep
 from torch_lawa.offline.average import average_checkpoints, run_average
@@ -120,19 +118,6 @@ def test_a_device_or_a_link_to_nowhere_is_not_replaced(
     inside = run / "step-1.safetensors" / "deep" / "mean.safetensors"
     with pytest.raises(OutputError, match=r"step-1.safetensors is not a folder"):
         plan_average(run, inside, last=1, overwrite=overwrite)
-
-
-def test_a_file_that_is_cut_off_is_an_error_rather_than_the_end(tmp_path: Path) -> None:
-    path = tmp_path / "bytes"
-    path.write_bytes(bytes(range(200)) * 100)
-    source = LocalPath(tmp_path, mapped=False).child("bytes").open()
-    assert isinstance(source, ReadSource)
-    assert source.size == 20_000
-    assert source.view(195, 205).tolist() == [195, 196, 197, 198, 199, 0, 1, 2, 3, 4]
-    os.truncate(path, 100)
-    with pytest.raises(FormatError, match="truncated while it was read"):
-        source.view(50, 150)
-    source.close()
 
 
 def test_the_key_is_part_of_what_a_result_was_made_of(tmp_path: Path) -> None:

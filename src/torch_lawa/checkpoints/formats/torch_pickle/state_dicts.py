@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from torch_lawa.checkpoints.formats.base import TrainingProgress
+from torch_lawa.checkpoints.formats.base import TrainingProgress, is_text
 from torch_lawa.checkpoints.formats.torch_pickle.safe_pickle import Tree, inside
 from torch_lawa.errors import FormatError
 
@@ -30,6 +30,7 @@ _TRAINING_STATE = (
 )
 _MAX_DEPTH = 32
 _MAX_NAMES = 1_000_000
+_MAX_TEXT = 1 << 27  # a long key is repeated in the name of every tensor under it
 _CHOOSE = "choose with --key"
 
 Leaf = TypeVar("Leaf")
@@ -200,14 +201,17 @@ class _Finder(Generic[Leaf]):
         """The tensors in a dict by dotted names, without the prefixes of wrappers."""
         flat: list[tuple[str, Leaf]] = []
         left_out: list[str] = []
+        text = 0
         for name, value in self._walk(tree, "", 0):
+            text += len(name)
             if isinstance(value, self._leaf):
                 flat.append((name, value))
             else:
                 left_out.append(name)
-            if len(flat) + len(left_out) > _MAX_NAMES:
+            if len(flat) + len(left_out) > _MAX_NAMES or text > _MAX_TEXT:
                 raise FormatError(
-                    f"{self._location}: more than {_MAX_NAMES} names; the file may be damaged."
+                    f"{self._location}: more than {_MAX_NAMES} names, or more than {_MAX_TEXT} "
+                    "characters in them; the file may be damaged."
                 )
         if left_out:
             more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
@@ -241,7 +245,7 @@ class _Finder(Generic[Leaf]):
                     f"{self._location}: two tensors have the name {plain!r} (one of them from "
                     f"{name!r}): rename one."
                 )
-            if not plain.isascii() and not _is_text(plain):
+            if not plain.isascii() and not is_text(plain):
                 raise FormatError(f"{self._location}: the name {plain!r} is not valid text.")
             found[plain] = value
         return found
@@ -256,7 +260,3 @@ def _metadata(tree: object) -> dict[str, str]:
 
 def _keys(thing: object) -> list[object]:
     return list(thing) if isinstance(thing, dict) else []
-
-
-def _is_text(name: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in name)

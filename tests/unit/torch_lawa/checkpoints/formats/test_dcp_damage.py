@@ -3,6 +3,7 @@
 import contextlib
 import pickle
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from support.checkpoints import patched, read_all
 from support.distributed import cut_up, save_shards, sharded
 from torch.distributed.checkpoint.metadata import Metadata
 
+from torch_lawa.checkpoints.formats.base import TensorSpec
 from torch_lawa.checkpoints.formats.dcp import DistributedCheckpoint
-from torch_lawa.checkpoints.formats.dcp_chunks import Chunk, find_problem
+from torch_lawa.checkpoints.formats.dcp_chunks import Chunk, ChunkedTensor, find_problem
 from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import FormatError
 
@@ -191,3 +193,46 @@ def test_problems_of_chunks_are_those_of_counting(data: st.DataObject, moved: bo
         count[tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))] += 1
     chunks = [Chunk(starts, sizes, "f", 0, 1) for starts, sizes in boxes]
     assert (find_problem(shape, chunks) is None) == bool((count == 1).all())
+
+
+class Loaded:
+    """Stands for a stored chunk whose values are all 1."""
+
+    def fill(self, out: Any, _first: tuple[int, ...]) -> None:
+        out += 1
+
+
+@pytest.mark.parametrize("regular", [True, False])
+def test_many_chunks_in_linear_time(regular: bool) -> None:
+    """24 x 24 x 24 of them took 23 s to check; each box looked at all of them."""
+    grid = [(x, y, z) for x in range(24) for y in range(24) for z in range(24)]
+    chunks = [Chunk(at, (1, 1, 1), "f", 0, 1) for at in grid]
+    if not regular:
+        joined = Chunk((0, 0, 0), (2, 1, 1), "f", 0, 1)
+        chunks = [joined, *(chunk for chunk in chunks if chunk.starts[1:] != (0, 0))]
+        chunks += [Chunk((x, 0, 0), (1, 1, 1), "f", 0, 1) for x in range(2, 24)]
+    began = time.perf_counter()
+    assert find_problem((24, 24, 24), chunks) is None
+    assert "in no chunk" in (find_problem((24, 24, 24), chunks[:-1]) or "")
+    twice = [*chunks[:-2], chunks[-1], chunks[-1]]
+    assert find_problem((24, 24, 24), twice) is not None
+    assert time.perf_counter() - began < 5.0
+    loads: list[Chunk] = []
+
+    def load(chunk: Chunk) -> Any:
+        loads.append(chunk)
+        return Loaded()
+
+    tensor = ChunkedTensor(TensorSpec("U8", (24, 24, 24)), tuple(chunks), load)
+    out = np.zeros((2, 3, 4), np.uint8)
+    tensor.fill(out, (0, 0, 0))
+    assert (out == 1).all()
+    assert len(loads) == (24 if regular else 23)
+    near = tensor._index.near((5, 6, 7), (6, 7, 9))
+    assert len(list(near)) <= (2 if regular else 3 * 24 * 24)
+
+
+def test_cut_along_many_dimensions() -> None:
+    """Checking would take a time exponential in their number."""
+    ends = [Chunk((i,) * 20, (1,) * 20, "f", 0, 1) for i in range(2)]
+    assert "20 dimensions" in (find_problem((2,) * 20, ends) or "")

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -139,3 +140,36 @@ def test_no_bytes_crash_the_reader(
         path.write_bytes(candidate)
         with contextlib.suppress(FormatError):
             read_header(path)
+
+
+def test_a_name_that_appears_twice_is_found_in_linear_time(tmp_path: Path) -> None:
+    entry = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    names = [*(f'"a{i}"' for i in range(60_000)), '"twice"', '"twice"']
+    text = ("{" + ",".join(f"{name}:{entry}" for name in names) + "}").encode()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    began = time.perf_counter()
+    with pytest.raises(FormatError, match="'twice' appears twice"):
+        read_header(path)
+    assert time.perf_counter() - began < 5.0  # 60 s when each name was counted
+
+
+def test_equal_headers_are_parsed_once(tmp_path: Path) -> None:
+    for name in "a", "b":
+        save_tensors(tmp_path / name, {"w": torch.ones(3)})
+    a, b = read_header(tmp_path / "a"), read_header(tmp_path / "b")
+    assert a is b
+    with (tmp_path / "b").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(FormatError, match="describes"):
+        read_header(tmp_path / "b")
+
+
+@pytest.mark.parametrize("shape", ["[true]", "[1.0]", "[1,1.0]", f"[{2**63}]", str([1] * 2000)])
+def test_shapes_that_equal_valid_ones_are_refused(tmp_path: Path, shape: str) -> None:
+    entry = '{"dtype":"F32","shape":%s,"data_offsets":[%d,%d]}'
+    text = ('{"a":' + entry % ("[1]", 0, 4) + ',"b":' + entry % (shape, 4, 8) + "}").encode()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(FormatError, match="'b'"):
+        read_header(path)

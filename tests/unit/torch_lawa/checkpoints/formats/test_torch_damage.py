@@ -262,3 +262,26 @@ def test_a_pickle_with_every_byte_changed(tmp_path: Path) -> None:
             path.write_bytes(patched(good, at, bytes([value])))
             with contextlib.suppress(FormatError):
                 read_all(TorchFile(LocalPath(path)))
+
+
+def test_an_expanded_tensor_does_not_claim_what_no_file_has(tmp_path: Path) -> None:
+    small = write_zip(
+        tmp_path / "a.pt", tensor_pickle(size="(I1000\nI4\nt", stride="(I0\nI1\nt"), DATA
+    )
+    with TorchFile(LocalPath(small)) as found:
+        assert found.read("w", 15_984, 16_000).view(np.float32).tolist() == [0.0, 1.0, 2.0, 3.0]
+    large = write_zip(
+        tmp_path / "b.pt", tensor_pickle(size="(I262144\nI262144\nt", stride="(I0\nI0\nt"), DATA
+    )
+    with pytest.raises(FormatError, match=r"claim 275 GB.*'w'.*contiguous"):
+        TorchFile(LocalPath(large))
+
+
+def test_a_long_key_is_not_multiplied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One key of 1 MiB over 20,000 tensors took more than 6 GB."""
+    monkeypatch.setattr(nested, "_MAX_TEXT", 10_000)
+    torch.save({"model": {"k" * 90: {str(i): torch.ones(1) for i in range(100)}}}, tmp_path / "a")
+    assert len(TorchFile(LocalPath(tmp_path / "a")).tensors) == 100
+    torch.save({"model": {"k" * 900: {str(i): torch.ones(1) for i in range(100)}}}, tmp_path / "b")
+    with pytest.raises(FormatError, match="characters"):
+        TorchFile(LocalPath(tmp_path / "b"))

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
+from torch_lawa.checkpoints.storage import byte_sources, paths
 from torch_lawa.checkpoints.storage.byte_sources import RemoteSource, SourceFile
 from torch_lawa.checkpoints.storage.paths import (
     LocalPath,
@@ -305,3 +306,28 @@ def test_place_is_whole() -> None:
     assert Location.__abstractmethods__ == {
         "name", "child", "parent", "is_file", "is_folder", "children", "glob", "stamp", "open"
     }  # fmt: skip
+
+
+def test_large_side_files_are_copied_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were read whole, twice: 3 GB of memory for a text of 1.5 GB."""
+    monkeypatch.setattr(paths, "_COPIED", 1000)
+    monkeypatch.setattr(paths, "_MAX_SMALL", 5000)
+    content = bytes(range(256)) * 100
+    (tmp_path / "vocab.txt").write_bytes(content)
+    longest = 0
+    view = byte_sources.ReadSource.view
+
+    def watched(self: Any, begin: int, end: int) -> Any:
+        nonlocal longest
+        longest = max(longest, end - begin)
+        return view(self, begin, end)
+
+    monkeypatch.setattr(byte_sources, "native_library", lambda: None)
+    monkeypatch.setattr(byte_sources.ReadSource, "view", watched)
+    LocalPath(tmp_path / "vocab.txt").copy_to(tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == content
+    assert longest == 1000
+    with pytest.raises(FormatError, match="25600 bytes"):
+        LocalPath(tmp_path / "vocab.txt").read_bytes()
