@@ -114,6 +114,8 @@ def _run(
     os.dup2(stdout.fileno(), 1)
     stdout.close()
     os.dup2(os.open(stderr, os.O_WRONLY), 2)
+    # New streams: those of the server remember what kind of file it had there.
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)

@@ -211,12 +211,12 @@ def test_many_chunks_in_linear_time(regular: bool) -> None:
         joined = Chunk((0, 0, 0), (2, 1, 1), "f", 0, 1)
         chunks = [joined, *(chunk for chunk in chunks if chunk.starts[1:] != (0, 0))]
         chunks += [Chunk((x, 0, 0), (1, 1, 1), "f", 0, 1) for x in range(2, 24)]
-    began = time.perf_counter()
+    began = time.process_time()
     assert find_problem((24, 24, 24), chunks) is None
     assert "in no chunk" in (find_problem((24, 24, 24), chunks[:-1]) or "")
     twice = [*chunks[:-2], chunks[-1], chunks[-1]]
     assert find_problem((24, 24, 24), twice) is not None
-    assert time.perf_counter() - began < 5.0
+    assert time.process_time() - began < 5.0
     loads: list[Chunk] = []
 
     def load(chunk: Chunk) -> Any:

@@ -148,10 +148,10 @@ def test_a_name_that_appears_twice_is_found_in_linear_time(tmp_path: Path) -> No
     text = ("{" + ",".join(f"{name}:{entry}" for name in names) + "}").encode()
     path = tmp_path / "a.safetensors"
     path.write_bytes(len(text).to_bytes(8, "little") + text)
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(FormatError, match="'twice' appears twice"):
         read_header(path)
-    assert time.perf_counter() - began < 5.0  # 60 s when each name was counted
+    assert time.process_time() - began < 5.0  # 60 s when each name was counted
 
 
 def test_equal_headers_are_parsed_once(tmp_path: Path) -> None:
