@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class ManifestRow:
     run: int
     file: str
     kept_file: str | None = None
+    kept: FlatLayout | None = None  # the layout of `kept_file`
     notes: Notes | None = None  # of the rows that can be the newest
 
     @property
@@ -45,6 +46,10 @@ class ManifestRow:
     def files(self) -> list[str]:
         """Its files."""
         return [self.file, *([self.kept_file] if self.kept_file is not None else [])]
+
+    def without_kept(self) -> "ManifestRow":
+        """The same, but not to be the newest of a window."""
+        return replace(self, kept_file=None, kept=None, notes=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +78,19 @@ class Manifest:
                 "file": row.file,
                 "kept_file": row.kept_file,
                 "notes": row.notes or {},
+                **self._own_kept(row),
             }
             for row in self.rows
         ]
         head = {"serial": self.serial, "run": self.run, "began": self.began, "age": self.age}
         layouts = {"averaged": _described(self.averaged), "kept": _described(self.kept)}
         return json.dumps({"format": _FORMAT, **head, "snapshots": rows, **layouts}, indent=1)
+
+    def _own_kept(self, row: ManifestRow) -> dict[str, Any]:
+        """The layout of a row's kept tensors, if it is not that of the newest."""
+        if row.kept is None or _described(row.kept) == _described(self.kept):
+            return {}
+        return {"kept": _described(row.kept)}
 
     @staticmethod
     def read(folder: Path) -> "Manifest":
@@ -88,14 +100,15 @@ class Manifest:
             found = json.loads(path.read_text())
             if found["format"] != _FORMAT:
                 raise ValueError(f"format {found['format']!r}, expected {_FORMAT}")
+            kept_layout = _layout(found["kept"])
             return Manifest(
                 serial=int(found["serial"]),
                 run=int(found["run"]),
                 began=int(found["began"]),
                 age=int(found["age"]),
-                rows=tuple(_row(row) for row in found["snapshots"]),
+                rows=tuple(_row(row, kept_layout) for row in found["snapshots"]),
                 averaged=_layout(found["averaged"]),
-                kept=_layout(found["kept"]),
+                kept=kept_layout,
             )
         except FileNotFoundError:
             return Manifest()
@@ -111,13 +124,16 @@ def entries(layout: FlatLayout) -> list[tuple[str, torch.dtype, tuple[int, ...]]
     return [(e.name, g.stored, tuple(e.shape)) for g in layout.groups for e in g.entries]
 
 
-def _row(row: Mapping[str, Any]) -> ManifestRow:
+def _row(row: Mapping[str, Any], kept_layout: FlatLayout) -> ManifestRow:
     kept = row["kept_file"]
+    if "kept" in row:
+        kept_layout = _layout(row["kept"])
     return ManifestRow(
         Snapshot(int(row["index"]), int(row["step"])),
         int(row["run"]),
         str(row["file"]),
         None if kept is None else str(kept),
+        None if kept is None else kept_layout,
         _notes(row["notes"]) if row["notes"] else None,
     )
 
