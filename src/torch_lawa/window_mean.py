@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_lawa.coefficients import Uniform, Weights
 from torch_lawa.errors import NonFiniteWarning
-from torch_lawa.mean.blocks import divide, mean_blocks, round_into
+from torch_lawa.mean.blocks import divide, mean_blocks, round_into, warn_if_flushing
 from torch_lawa.mean.sliding_sum import SlidingSum
 from torch_lawa.selection import write_into
 from torch_lawa.stores.base import FlatEntry, FlatGroup, FlatLayout, Snapshot, Store, flat_view
@@ -47,6 +47,8 @@ class MeanReader:
         If there are n + 1 weights, the last is that of the values that `targets` have now.
         """
         self._forget_others(layout)
+        if any(target.device.type == "cpu" for target in targets.values()):
+            warn_if_flushing()
         used = self._store.snapshots[-n:]
         ids = tuple(snapshot.index for snapshot in used)
         live = None
@@ -83,6 +85,7 @@ class MeanReader:
         It reads the snapshots as they are now: use it before the next one is collected.
         """
         self._forget_others(averaged)
+        warn_if_flushing()
         used = self._store.snapshots[-n:]
         return TensorMeans(
             averaged,
