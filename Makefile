@@ -9,7 +9,7 @@ SOURCES := pyproject.toml constraints.txt hatch_build.py src/torch_lawa/mean/ker
 OWN_TARGETS := not gpu and not data and not browser and not matrix and not packaging
 
 .PHONY: help demo test test-fast check format docs coverage bench bench-offline clean
-.PHONY: test-gpu test-data test-browser test-matrix test-oldest test-timm test-packaging
+.PHONY: test-gpu test-data test-faults test-browser test-matrix test-oldest test-timm test-packaging
 
 help:
 	@echo "make demo       train the embedded default and show what averaging saved"
@@ -24,6 +24,7 @@ help:
 	@echo "make bench-offline  time averaging files against its peers; 40 GB of disk, an hour"
 	@echo "make test-gpu   tests that need a CUDA device"
 	@echo "make test-data LAWA_DATA=FOLDER   tests that need the real data sets"
+	@echo "make test-faults  kills, interrupts and damage, for LAWA_FAULTS_SECONDS (600)"
 	@echo "make test-matrix  sharded models: more placements, stores and rank counts"
 	@echo "make test-oldest  the integrations with the oldest frameworks that are supported"
 	@echo "make test-timm  with timm, in an environment of its own"
@@ -67,6 +68,11 @@ format: $(VENV)/.dev
 test-data: $(VENV)/.dev
 	@test -n "$(LAWA_DATA)" || { echo "say where the data is: make test-data LAWA_DATA=FOLDER"; exit 1; }
 	LAWA_DATA=$(LAWA_DATA) $(BIN)/python -m pytest -n auto -m data
+
+# Seeded (LAWA_FAULTS_SEED); a short slice of it is in make test.
+test-faults: export LAWA_FAULTS_SECONDS ?= 600
+test-faults: $(VENV)/.dev
+	$(BIN)/python -m pytest -n auto -o timeout=0 -m faults
 
 test-matrix: $(VENV)/.dev
 	$(BIN)/python -m pytest -m matrix

@@ -31,3 +31,18 @@ def _quick_collections_of_garbage() -> None:
 def _one_thread_and_a_seed() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The number of trials of the fault campaign (tests/faults)."""
+    reports = [r for kind in terminalreporter.stats.values() for r in kind]
+    trials = {
+        r.nodeid: value
+        for r in reports
+        for name, value in getattr(r, "user_properties", ())
+        if name == "trials"
+    }
+    if trials:
+        for test, number in sorted(trials.items()):
+            terminalreporter.write_line(f"{number:>8,} trials: {test}")
+        terminalreporter.write_line(f"{sum(trials.values()):>8,} trials of the fault campaign")

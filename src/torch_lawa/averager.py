@@ -2,6 +2,7 @@
 
 import copy
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch_lawa import averager_state
 from torch_lawa.coefficients import Blend, Coefficients, Uniform, blended
 from torch_lawa.errors import ConfigError, StateError
+from torch_lawa.mutex import one_at_a_time
 from torch_lawa.ranks.agreement import check_same_call, check_same_decision
 from torch_lawa.schedule import Every, Horizon, Schedule, choose_schedule
 from torch_lawa.selection import BufferRule, FrozenRule, Selector, live_tensors
@@ -170,9 +172,8 @@ class LatestWeightAverager:
                 "k, or set min_snapshots=1."
             )
         self._select = Selector(buffers=buffers, frozen=frozen, include=include, exclude=exclude)
+        self._lock, self._num_steps = threading.RLock(), 0
         self._window = Window(store, k, storage_dtype, _sliding)
-        self._num_steps = 0
-        self._num_collected = 0
         self._ranks_agreed = False  # whether the ranks of a sharded model have been compared
         self._slots = False  # whether `state_dict` has a slot for every snapshot of the window
         if self._window.found is not None:
@@ -216,7 +217,7 @@ class LatestWeightAverager:
     @property
     def num_collected(self) -> int:
         """How many snapshots were collected in total."""
-        return self._num_collected
+        return self._window.num_collected
 
     def __len__(self) -> int:
         """How many snapshots the window holds now."""
@@ -252,6 +253,7 @@ class LatestWeightAverager:
         }
         return averager_state.pickled(self, arguments)
 
+    @one_at_a_time
     def bind(self, model: nn.Module | Mapping[str, Tensor]) -> None:
         """Learn the names, shapes and shards of a model without taking a snapshot.
 
@@ -259,9 +261,10 @@ class LatestWeightAverager:
         returns and so must find every name there. Otherwise `collect` does it.
         """
         with ordinary_mode():
-            self._window.bind(self._select(model), self._counters())
+            self._window.bind(self._select(model))
         self._slots = True
 
+    @one_at_a_time
     def collect(self, model: nn.Module | Mapping[str, Tensor], *, step: int | None = None) -> None:
         """Take a snapshot of a model (or of a state dict); the oldest leaves a full window.
 
@@ -269,15 +272,15 @@ class LatestWeightAverager:
         calls of `step` so far, or of `collect` if `step` is not used. Labels must increase.
         """
         refuse_if_swapped(model, "collect was called")
-        label = self._window.next_label(step, self._num_steps or self._num_collected + 1)
+        label = self._window.next_label(step, self._num_steps or self.num_collected + 1)
         selection = self._select(model)
         self._compare_ranks(model, f"the first call of averager.collect, of step {label},")
-        index = self._num_collected
+        index = self.num_collected
         counters: Counters = {**self._counters(), "num_collected": index + 1}
         with ordinary_mode():
             self._window.put(Snapshot(index, label), selection, counters)
-        self._num_collected = index + 1
 
+    @one_at_a_time
     def step(self, model: nn.Module | Mapping[str, Tensor], *, loss: float | None = None) -> bool:
         """Count one step (or epoch) and collect if the schedule says so; returns whether it did.
 
@@ -292,14 +295,21 @@ class LatestWeightAverager:
         """
         refuse_if_swapped(model, "step was called")
         self._compare_ranks(model, f"the first call of averager.step, {self._schedule}")
-        due = self._schedule.due(self._num_steps + 1, loss)
-        self._num_steps += 1
-        if loss is not None:
-            check_same_decision(model, due, self._num_steps)
-        if due:
-            self.collect(model)
-        return due
+        before = self._counters()
+        try:
+            due = self._schedule.due(self._num_steps + 1, loss)
+            self._num_steps += 1
+            if loss is not None:
+                check_same_decision(model, due, self._num_steps)
+            if due:
+                self.collect(model)
+            return due
+        except BaseException:
+            if self.num_collected == before["num_collected"]:  # else the snapshot was taken
+                self._take_counters(before)
+            raise
 
+    @one_at_a_time
     def average(
         self,
         k: int | None = None,
@@ -347,20 +357,22 @@ class LatestWeightAverager:
         n = self._window_size(k)
         live = live_tensors(model)
         window = self._window
-        used = swap_targets(live, {**window.averaged.signature(), **window.kept.signature()})
+        used = swap_targets(live, window.averaged.signature(), window.kept.signature())
         # Names that were tied when they were collected, but are separate tensors in this model.
         untied = {a: name for a, name in window.ties.items() if a in live and name in used}
         rule = self._rule(coefficients)
         weights = rule.live_weights(n) if isinstance(rule, Blend) else rule.weights(n)
 
         def write() -> None:
-            window.mean_into(used, self._window_size(n), weights)  # may have been reset since
+            with self._lock:
+                window.mean_into(used, self._window_size(n), weights)  # may have been reset since
             for alias, name in untied.items():
                 live[alias].copy_(used[name])
 
         touched = {**used, **{alias: live[alias] for alias in untied}}
         return swapped(model, touched, write, window.idle_memory())
 
+    @one_at_a_time
     def save_pretrained(
         self,
         folder: str | os.PathLike[str],
@@ -397,7 +409,7 @@ class LatestWeightAverager:
         def plan() -> "ExportPlan":
             n = self._window_size(k)
             if model is not None and not self._window.seen:
-                self._window.bind(self._select(model), self._counters())
+                self._window.bind(self._select(model))
             rule = self._rule(coefficients)
             return export.plan_export(
                 self._window, n, rule, model, dtype=dtype, max_shard_size=max_shard_size
@@ -406,14 +418,17 @@ class LatestWeightAverager:
         with ordinary_mode():
             export.export_average(self._window, folder, plan, overwrite=overwrite)
 
+    @one_at_a_time
     def wait(self) -> None:
         """Return when every snapshot has reached the store: host memory, or the disk."""
         self._window.wait()
 
+    @one_at_a_time
     def reset(self) -> None:
         """Drop every snapshot and begin a new window; counters continue."""
-        self._window.clear()
+        self._window.clear(self._counters())
 
+    @one_at_a_time
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to resume exactly: plain values and tensors, safe to `torch.load`.
 
@@ -427,6 +442,7 @@ class LatestWeightAverager:
             return averager_state.pack_slots(self._counters(), self._window)
         return averager_state.pack(self._counters(), self._window)
 
+    @one_at_a_time
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state; nothing changes if it cannot be loaded.
 
@@ -440,17 +456,17 @@ class LatestWeightAverager:
                 f"the state was saved with the schedule {saved.counters['schedule_kind']}, but "
                 f"this averager has {kind}: make the averager with the same schedule."
             )
-        before = self._schedule.state_dict()
+        before, window = self._counters(), self._window.identity
         try:
             self._schedule.load_state_dict(saved.counters["schedule"])
             with ordinary_mode():
                 self._window.load(
                     saved.contents, saved.dtypes, saved.ties, saved.excluded, saved.counters
                 )
+            self._take_counters(saved.counters)
         except BaseException:
-            self._schedule.load_state_dict(before)
+            self._take_counters(before if self._window.identity is window else saved.counters)
             raise
-        self._take_counters(saved.counters)
 
     def _compare_ranks(self, model: nn.Module | Mapping[str, Tensor], call: str) -> None:
         """Once, before anything is collected: all ranks of a sharded model must do the same."""
@@ -468,7 +484,7 @@ class LatestWeightAverager:
     def _counters(self) -> Counters:
         return {
             "num_steps": self._num_steps,
-            "num_collected": self._num_collected,
+            "num_collected": self.num_collected,
             "schedule_kind": type(self._schedule).__name__,
             "schedule": self._schedule.state_dict(),
         }
@@ -477,7 +493,6 @@ class LatestWeightAverager:
         if counters["schedule_kind"] == type(self._schedule).__name__:
             self._schedule.load_state_dict(counters["schedule"])
         self._num_steps = counters["num_steps"]
-        self._num_collected = counters["num_collected"]
 
 
 def _checked(rule: Coefficients) -> Coefficients:

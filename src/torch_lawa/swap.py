@@ -1,9 +1,8 @@
 """Swap averaged weights into a model: `copy_` into its own tensors, restored on any exit."""
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +14,9 @@ from torch_lawa.shards import local, reshard
 
 __all__ = ["ordinary_mode", "refuse_if_swapped", "swap_targets", "swapped"]
 
-# By id (a module may define its own equality): the module, and the addresses of its weights.
+# The swaps that are active, in their order: by id, the unwrapped module, and the addresses of its
+# weights.
 _swapped: dict[int, tuple[nn.Module, frozenset[int]]] = {}
-_claiming = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -38,11 +37,18 @@ def refuse_if_swapped(model: nn.Module | Mapping[str, Tensor], act: str) -> None
     This covers a submodule of a swapped model, a model that contains one, and its state dict.
     `act` begins the message: "collect was called".
     """
-    if not _swapped:
-        return
-    mine = _addresses(model)
-    own = id(unwrap(model)) if isinstance(model, nn.Module) else None
-    if own in _swapped or any(not mine.isdisjoint(theirs) for _, theirs in list(_swapped.values())):
+    if _swapped:
+        _refuse_overlap(model, _addresses(model), list(_swapped.values()), act)
+
+
+def _refuse_overlap(
+    model: nn.Module | Mapping[str, Tensor],
+    mine: frozenset[int],
+    others: Iterable[tuple[nn.Module, frozenset[int]]],
+    act: str,
+) -> None:
+    own = unwrap(model) if isinstance(model, nn.Module) else None
+    if any(own is other or not mine.isdisjoint(theirs) for other, theirs in others):
         raise SwapError(
             f"{act} while the model holds averaged weights: leave the `with "
             "averager.swapped_into(model)` block first."
@@ -61,27 +67,22 @@ def _addresses(model: nn.Module | Mapping[str, Tensor]) -> frozenset[int]:
     return frozenset(local(t).data_ptr() for t in tensors if not is_lazy(t) and local(t).numel())
 
 
-@contextlib.contextmanager
-def _claimed(model: nn.Module) -> Iterator[nn.Module]:
-    """Mark `model`, the unwrapped module, as swapped for the duration of the block."""
-    key = id(model)
-    addresses = _addresses(model)
-    with _claiming:  # two threads may swap at the same time
-        refuse_if_swapped(model, "swapped_into was called")
-        _swapped[key] = model, addresses
-    try:
-        yield model
-    finally:
-        del _swapped[key]
-
-
 def swap_targets(
-    live: Mapping[str, Tensor], collected: Mapping[str, tuple[torch.Size, torch.dtype]]
+    live: Mapping[str, Tensor],
+    collected: Mapping[str, tuple[torch.Size, torch.dtype]],
+    kept: Mapping[str, tuple[torch.Size, torch.dtype]],
 ) -> dict[str, Tensor]:
-    """The live tensors that the collected ones are written to; each must be there and match."""
+    """The live tensors that the collected ones are written to; each must be there and match.
+
+    Except for buffers among the `kept` tensors whose shape has changed since: the model keeps its
+    own value.
+    """
     found = {}
-    for name, (shape, dtype) in collected.items():
+    for name, (shape, dtype) in {**collected, **kept}.items():
         tensor = live.get(name)
+        own = name in kept and tensor is not None and not isinstance(tensor, nn.Parameter)
+        if own and live[name].shape != shape:
+            continue
         if tensor is None or tensor.shape != shape or _kind(tensor.dtype) != _kind(dtype):
             there = "no such tensor"
             if tensor is not None:
@@ -99,23 +100,89 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
     return dtype.is_floating_point, dtype.is_complex
 
 
-@contextlib.contextmanager
 def swapped(
     model: nn.Module,
     tensors: Mapping[str, Tensor],
     write: Callable[[], None],
     idle_memory: AbstractContextManager[Mapping[str, Tensor]] | None = None,
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Call `write`, which changes `tensors` and maybe buffers of `model`; restore them on exit.
 
     The given tensors and all buffers are restored, including buffers that only the block changed.
     Their values are saved in `idle_memory` where it has memory for a tensor of that name.
     """
-    with (
-        _claimed(unwrap(model)) as inner,
-        idle_memory or contextlib.nullcontext({}) as room,
-    ):
-        found = {id(tensor): (tensor, room.get(name)) for name, tensor in tensors.items()}
+    return _Swap(model, tensors, write, idle_memory or contextlib.nullcontext({}))
+
+
+class _Swap(AbstractContextManager[None]):
+    """One swap. Not a generator: an interrupt inside `contextlib` would leave that suspended.
+
+    Everything happens inside `try`, and `_leave` may be called at any moment and twice, so that an
+    interrupt at any line leaves the model with its own weights, and unclaimed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tensors: Mapping[str, Tensor],
+        write: Callable[[], None],
+        idle_memory: AbstractContextManager[Mapping[str, Tensor]],
+    ) -> None:
+        self._model, self._tensors, self._write = model, tensors, write
+        self._idle_memory, self._memory = idle_memory, ExitStack()
+        self._restore: Callable[[], None] | None = None  # known once all values are saved
+
+    def __enter__(self) -> None:
+        refuse_if_swapped(self._model, "swapped_into was called")
+        try:
+            self._claim()
+            self._restore = self._save()
+            with ordinary_mode():
+                self._write()
+            _clear_autocast_cache()
+            return  # here, so that nothing is left to interrupt
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._leave()
+        except BaseException:  # a second Ctrl-C or signal: restore the weights first
+            try:
+                self._leave()
+            finally:
+                _swapped.pop(id(self), None)
+            raise
+
+    def __del__(self) -> None:
+        # After an interrupt at the very first instruction of `__exit__`.
+        if _swapped and id(self) in _swapped:
+            self._leave()
+
+    def _claim(self) -> None:
+        """Mark the model as swapped. Of two threads that do so, the first one in the table may."""
+        addresses = _addresses(self._model)
+        _swapped[id(self)] = unwrap(self._model), addresses
+        earlier = []
+        for key, other in list(_swapped.items()):
+            if key == id(self):
+                break
+            earlier.append(other)
+        _refuse_overlap(self._model, addresses, earlier, "swapped_into was called")
+
+    def _leave(self) -> None:
+        """Restore the weights, then give back the memory and the claim; may be repeated."""
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
+        self._memory.close()
+        _swapped.pop(id(self), None)
+
+    def _save(self) -> Callable[[], None]:
+        """Save all values; returns what restores them."""
+        inner, room = unwrap(self._model), self._memory.enter_context(self._idle_memory)
+        found = {id(tensor): (tensor, room.get(name)) for name, tensor in self._tensors.items()}
         buffers = [
             (module._buffers, name, buffer)
             for module in inner.modules()
@@ -128,6 +195,7 @@ def swapped(
         with ordinary_mode():
             before = [_memory_for(tensor, offered) for tensor, offered in found.values()]
             _copy(before, touched)
+        _wait_for_copies(touched)
         values = dict(zip(found, before, strict=True))
 
         def restore() -> None:
@@ -142,18 +210,7 @@ def swapped(
                         write_into(local(now), values[id(local(buffer))])
             _clear_autocast_cache()
 
-        try:
-            _wait_for_copies(touched)
-            with ordinary_mode():
-                write()
-            _clear_autocast_cache()
-            yield
-        finally:
-            try:
-                restore()
-            except BaseException:  # a second Ctrl-C or signal: restore the weights first
-                restore()
-                raise
+        return restore
 
 
 def _memory_for(tensor: Tensor, offered: Tensor | None) -> Tensor:

@@ -1,7 +1,8 @@
 """The window: a store, the layout of its snapshots, and the check that models match it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +19,25 @@ from torch_lawa.window_mean import MeanReader, Sliding, TensorMeans
 __all__ = ["Window"]
 
 
+@dataclass(frozen=True)
+class _Bound:
+    """A model that was checked against the layouts of a window."""
+
+    window: object  # see `Held.window`
+    version: int  # of the selection: see `Selection`
+    ties: dict[str, str]
+    excluded: tuple[str, ...]
+    shards: str
+    shardings: dict[str, Sharding]
+    names: tuple[list[str], list[str]]  # of averaged and kept tensors
+    kept: FlatLayout  # as in the model: a kept tensor may have another shape than before
+
+
 class Window:
-    """The k latest snapshots and their mean."""
+    """The k latest snapshots and their mean.
+
+    What it holds is in its store, which changes it in one step.
+    """
 
     def __init__(
         self, store: Store, k: int, storage_dtype: torch.dtype | None, sliding: Sliding
@@ -27,27 +45,48 @@ class Window:
         self.k = k
         self.store = store
         self.storage_dtype = storage_dtype
-        self.ties: dict[str, str] = {}
-        self.excluded: tuple[str, ...] = ()  # kept, and not averaged, because of their names
-        self.shardings: dict[str, Sharding] = {}  # known once a model was seen
-        self.averaged, self.kept = FlatLayout(()), FlatLayout(())
         self._mean = MeanReader(store, k, sliding)
-        # The version of the selection that the layouts were checked against; see `Selection`. None
-        # after the window was loaded, cleared or a model did not match: then the next is checked.
-        self._bound: int | None = None
-        self._shards = ""  # which shards this rank holds
+        self._bound: _Bound | None = None
         store.claim(self)
-        self._found = store.find(k)
-        if self._found is not None:
-            self.averaged, self.kept = self._found.averaged, self._found.kept
-            notes = self._found.notes
-            self.ties, self._shards = notes["ties"], notes["shards"]
-            self.excluded = tuple(notes["excluded"])
+        # The counters of the averager whose window was found in the store, if one was.
+        self.found: Counters | None = store.find(k)
 
     @property
-    def found(self) -> Counters | None:
-        """The counters of the averager whose window was found in the store, if one was."""
-        return None if self._found is None else self._found.notes
+    def averaged(self) -> FlatLayout:
+        """Where the averaged tensors are in a snapshot."""
+        return self.store.held.averaged
+
+    @property
+    def kept(self) -> FlatLayout:
+        """Where the kept tensors of the newest snapshot are."""
+        return self.store.held.kept
+
+    @property
+    def identity(self) -> object:
+        """Another object after the window was replaced or dropped."""
+        return self.store.held.window
+
+    @property
+    def ties(self) -> dict[str, str]:
+        """Other names of tensors."""
+        bound = self._valid_bound()
+        return bound.ties if bound is not None else self.store.held.notes["ties"]
+
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        """Tensors that are kept, and not averaged, because of their names."""
+        bound = self._valid_bound()
+        return bound.excluded if bound is not None else tuple(self.store.held.notes["excluded"])
+
+    @property
+    def shardings(self) -> dict[str, Sharding]:
+        """Known once a model was seen."""
+        return {} if self._bound is None else self._bound.shardings
+
+    @property
+    def num_collected(self) -> int:
+        """How many snapshots were collected in total."""
+        return self.store.held.notes["num_collected"]
 
     @property
     def sliding(self) -> Sliding:
@@ -72,7 +111,7 @@ class Window:
     @property
     def seen(self) -> bool:
         """Whether the shardings are known from a model; not yet after a state was loaded."""
-        return self._bound is not None or bool(self.shardings)
+        return self._valid_bound() is not None or bool(self.shardings)
 
     @property
     def steps(self) -> list[int]:
@@ -117,46 +156,60 @@ class Window:
     def put(self, snapshot: Snapshot, selection: Selection, counters: Counters) -> None:
         """Take one snapshot of a model."""
         self.store.check_owner(self)
-        if selection.version != self._bound:
-            self.bind(selection, counters)
+        bound = self._valid_bound()
+        if bound is None or selection.version != bound.version:
+            bound = self.bind(selection)
         tensors = selection.all()
         content = Content(
             snapshot,
-            {name: tensors[name] for name in self._names[0]},
-            {name: tensors[name] for name in self._names[1]},
+            {name: tensors[name] for name in bound.names[0]},
+            {name: tensors[name] for name in bound.names[1]},
+            bound.kept,
         )
-        self.store.put(content, self._notes(counters))
+        self.store.put(content, self._notes(counters, bound))
 
-    def bind(self, selection: Selection, counters: Counters) -> None:
+    def bind(self, selection: Selection) -> _Bound:
         """Check a model against the layouts, or learn them from it; follow permitted changes."""
-        self._bound = None
         shards = fingerprint(selection.shardings)
-        if not self.averaged.groups:
+        if not self.snapshots:
             layouts = self._layouts(selection.averaged, selection.kept)
-            self.store.open(*layouts, self.k)
-            self.averaged, self.kept = layouts
+            if layouts != (self.averaged, self.kept):
+                self.store.open(*layouts, self.k)
         else:
-            if self._shards and shards and self._shards != shards:
+            before = self._shards
+            if before and shards and before != shards:
                 raise LayoutError(
                     "this rank holds other shards of the model than when the window was collected: "
                     "the mesh or the placements differ. Resume on the same mesh and placements, or "
                     "call averager.reset() to begin a new window."
                 )
-            self._follow(selection, counters)
-        self.ties, self.shardings = selection.ties, selection.shardings
-        self.excluded, self._shards = selection.excluded, shards
-        self._names = (list(self.averaged.signature()), list(self.kept.signature()))
-        self._bound = selection.version
+            self._follow(selection)
+        names = list(self.averaged.signature()), list(self.kept.signature())
+        tensors = selection.all()
+        bound = _Bound(
+            self.identity,
+            selection.version,
+            selection.ties,
+            selection.excluded,
+            shards,
+            selection.shardings,
+            names,
+            FlatLayout.of({name: tensors[name] for name in names[1]}, packed=self.store.packed),
+        )
+        self._bound = bound
+        return bound
 
     def mean_into(self, targets: Mapping[str, Tensor], n: int, weights: Weights) -> None:
         """Write the mean of the `n` newest snapshots, and the kept tensors, into `targets`.
 
+        Kept tensors without a target are left out.
         With n + 1 weights the present values of `targets` are averaged, too, as the last member.
         """
         self.store.check_owner(self)
         self._mean.read_into(targets, self.averaged, n, weights)
         for name, value in self.kept.views(self.store.kept_flats()).items():
-            write_into(targets[name], value)
+            if name in targets:
+                write_into(targets[name], value)
 
     def mean_by_tensor(self, n: int, weights: Weights) -> TensorMeans:
         """The mean of the `n` newest snapshots and the kept tensors, made one by one.
@@ -181,23 +234,16 @@ class Window:
         counters: Counters,
     ) -> None:
         """Replace everything by saved contents, oldest first."""
-        self._forget()
+        layouts = FlatLayout(()), FlatLayout(())
         if contents:
             newest = contents[-1]
             layouts = self._layouts(newest.averaged, newest.kept, dtypes)
-            notes: Notes = {**counters, "ties": ties, "excluded": list(excluded), "shards": ""}
-            self.store.refill(*layouts, self.k, contents[-self.k :], notes)
-            self.averaged, self.kept = layouts
-        else:
-            self.clear()
-        self.ties, self.excluded = ties, excluded
+        notes: Notes = {**counters, "ties": ties, "excluded": list(excluded), "shards": ""}
+        self.store.refill(*layouts, self.k, contents[-self.k :], notes)
 
-    def clear(self) -> None:
+    def clear(self, counters: Counters) -> None:
         """Drop every snapshot."""
-        self.store.clear()
-        self.averaged, self.kept = FlatLayout(()), FlatLayout(())
-        self.ties, self.excluded = {}, ()
-        self._forget()
+        self.store.clear({**counters, "ties": {}, "excluded": [], "shards": ""})
 
     def wait(self) -> None:
         """Return when every snapshot has reached the store."""
@@ -215,14 +261,20 @@ class Window:
         held = len(self.snapshots) * self.averaged.nbytes + self.kept.nbytes
         return f"{self.averaged.numel:,} values each, {held / 1e6:,.1f} MB in {where}"
 
-    def _notes(self, counters: Counters) -> Notes:
-        kept = list(self.excluded)
-        return {**counters, "ties": self.ties, "excluded": kept, "shards": self._shards}
+    def _valid_bound(self) -> _Bound | None:
+        """The model that was checked against the present window."""
+        bound = self._bound
+        return bound if bound is not None and bound.window is self.identity else None
 
-    def _forget(self) -> None:
-        """Forget everything about snapshots that are gone."""
-        self._mean.forget()
-        self._bound, self._shards = None, ""
+    @property
+    def _shards(self) -> str:
+        """Which shards this rank holds in the window; "" if unknown."""
+        bound = self._valid_bound()
+        return bound.shards if bound is not None else self.store.held.notes["shards"]
+
+    def _notes(self, counters: Counters, bound: _Bound) -> Notes:
+        excluded = list(bound.excluded)
+        return {**counters, "ties": bound.ties, "excluded": excluded, "shards": bound.shards}
 
     def _layouts(
         self,
@@ -236,11 +288,14 @@ class Window:
             FlatLayout.of(kept, packed=packed),
         )
 
-    def _follow(self, selection: Selection, counters: Counters) -> None:
+    def _follow(self, selection: Selection) -> None:
         """Adapt the layouts to a model that was moved, or whose tensors were (un)frozen."""
         old_averaged, old_kept = self.averaged.signature(), self.kept.signature()
         live = selection.all()
-        _check_same({**old_averaged, **old_kept}, live, selection)
+        # A tensor that was averaged once is always averaged. A frozen tensor that is trained now
+        # joins: it did not change before, so its one copy is its value in every snapshot.
+        joined = [name for name in selection.averaged if name in old_kept]
+        _check_same(old_averaged, old_kept, joined, selection)
         excluded = set(selection.excluded)
         for name in (*old_averaged, *self.excluded):
             if (name in old_averaged) == (name in excluded):
@@ -249,17 +304,17 @@ class Window:
                     "the window, but no longer: use the same include and exclude patterns, or call "
                     "averager.reset() to begin a new window."
                 )
-        # A tensor that was averaged once is always averaged. A frozen tensor that is trained now
-        # joins: it did not change before, so its one copy is its value in every snapshot.
-        joined = [name for name in selection.averaged if name in old_kept]
         averaged = {name: live[name] for name in (*old_averaged, *joined)}
-        kept = {name: live[name] for name in old_kept if name not in joined}
+        kept = {
+            name: _shaped(live[name], *facts)
+            for name, facts in old_kept.items()
+            if name not in joined
+        }
         layouts = self._layouts(averaged, kept)
         if layouts == (self.averaged, self.kept):
             return
         moved_only = _without_devices(layouts) == _without_devices((self.averaged, self.kept))
         if moved_only and self.store.retarget(*layouts):
-            self.averaged, self.kept = layouts
             return
         contents = [
             Content(
@@ -269,9 +324,7 @@ class Window:
             )
             for c in self.contents()
         ]
-        self._mean.drop_sums()
-        self.store.refill(*layouts, self.k, contents, self._notes(counters), relaid=True)
-        self.averaged, self.kept = layouts
+        self.store.refill(*layouts, self.k, contents, self.store.held.notes, relaid=True)
 
 
 def _without_devices(layouts: tuple[FlatLayout, FlatLayout]) -> list[Any]:
@@ -280,18 +333,33 @@ def _without_devices(layouts: tuple[FlatLayout, FlatLayout]) -> list[Any]:
     ]
 
 
+def _shaped(like: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """`like`, or a tensor on its device with the given shape and dtype if it has others."""
+    if like.shape == shape and like.dtype == dtype:
+        return like
+    return torch.zeros((), dtype=dtype, device=like.device).expand(shape)
+
+
 def _check_same(
-    before: Mapping[str, tuple[torch.Size, torch.dtype]],
-    live: Mapping[str, Tensor],
+    averaged: Mapping[str, tuple[torch.Size, torch.dtype]],
+    kept: Mapping[str, tuple[torch.Size, torch.dtype]],
+    joined: Sequence[str],
     selection: Selection,
 ) -> None:
+    """Raise if the model does not match the window.
+
+    Tensors that only come from the newest snapshot may have another shape and dtype in each.
+    """
     advice = "call averager.reset() to begin a new window with this model."
+    before, live = {**averaged, **kept}, selection.all()
     for name, (shape, dtype) in before.items():
         tensor = live.get(name)
         if tensor is None:
             raise LayoutError(
                 f"tensor {name!r} is in the window, but the model no longer has it; {advice}"
             )
+        if name in kept and name not in joined:
+            continue
         if tensor.shape != shape:
             raise LayoutError(
                 f"tensor {name!r} has shape {tuple(tensor.shape)}, but {tuple(shape)} in the "

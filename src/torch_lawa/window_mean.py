@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_lawa.coefficients import Uniform, Weights
 from torch_lawa.errors import NonFiniteWarning
-from torch_lawa.mean.blocks import divide, mean_blocks, round_into
+from torch_lawa.mean.blocks import divide, mean_blocks, round_into, warn_if_flushing
 from torch_lawa.mean.sliding_sum import SlidingSum
 from torch_lawa.selection import write_into
 from torch_lawa.stores.base import FlatEntry, FlatGroup, FlatLayout, Snapshot, Store, flat_view
@@ -33,18 +33,11 @@ class MeanReader:
     def __init__(self, store: Store, k: int, sliding: Sliding) -> None:
         self._store, self._k, self.sliding = store, k, sliding
         self._sums: dict[int, SlidingSum] = {}  # by index of the group
+        self._layout: FlatLayout | None = None  # that the sums are of
+        self._window: object = None  # that the facts below are about: see `Held.window`
         self._last_read: tuple[int, ...] = ()
         self._reported: set[int] = set()  # snapshots with NaN or Inf that were warned about
         store.keep_evicted = sliding is True
-
-    def forget(self) -> None:
-        """Forget everything about snapshots that were replaced or dropped."""
-        self._last_read, self._reported = (), set()
-        self.drop_sums()
-
-    def drop_sums(self) -> None:
-        """Forget the sliding sums: the layout of the buffers has changed."""
-        self._sums = {}
 
     def read_into(
         self, targets: Mapping[str, Tensor], layout: FlatLayout, n: int, weights: Weights
@@ -53,6 +46,9 @@ class MeanReader:
 
         If there are n + 1 weights, the last is that of the values that `targets` have now.
         """
+        self._forget_others(layout)
+        if any(target.device.type == "cpu" for target in targets.values()):
+            warn_if_flushing()
         used = self._store.snapshots[-n:]
         ids = tuple(snapshot.index for snapshot in used)
         live = None
@@ -88,6 +84,8 @@ class MeanReader:
 
         It reads the snapshots as they are now: use it before the next one is collected.
         """
+        self._forget_others(averaged)
+        warn_if_flushing()
         used = self._store.snapshots[-n:]
         return TensorMeans(
             averaged,
@@ -98,6 +96,16 @@ class MeanReader:
             lambda: self._warn_not_finite(used, averaged),
         )
 
+    def _forget_others(self, layout: FlatLayout) -> None:
+        """Forget everything about another window, and sums of another layout."""
+        window = self._store.held.window
+        if self._window is not window:
+            self._sums, self._last_read, self._reported = {}, (), set()
+            self._window = window
+        if self._layout is not layout:
+            self._sums = {}
+            self._layout = layout
+
     def _may_slide(self, ids: tuple[int, ...], weights: Weights) -> bool:
         """Whether this read uses the sliding sums; "auto" decides by the reads before it."""
         whole = weights.uniform and ids == tuple(s.index for s in self._store.snapshots)
@@ -107,7 +115,7 @@ class MeanReader:
             followed = ids == self._last_read or ids[:-1] in (self._last_read, self._last_read[1:])
             wanted = self._k >= _SLIDING_FROM and len(ids) > 1 and followed
             if not wanted:
-                self.drop_sums()
+                self._sums = {}
             self._store.keep_evicted = wanted
             return wanted
         return self.sliding

@@ -1,5 +1,6 @@
 """The mean of raw bytes against exact fractions and against the tensors' definition."""
 
+from collections.abc import Iterator
 from fractions import Fraction
 
 import numpy as np
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 from support.models import FORMATS, round_fraction, true_mean
 from torch import Tensor
 
+from torch_lawa import LatestWeightAverager
 from torch_lawa.coefficients import Explicit, Exponential, Uniform, Weights
+from torch_lawa.errors import ConfigError
 from torch_lawa.mean.blocks import mean_reference
 from torch_lawa.mean.dtypes import DTYPES
 from torch_lawa.mean.kernels_native import CompiledPieces
@@ -221,3 +224,58 @@ def test_windows_of_ordinary_weights_and_of_spoilt_ones(
     for (positions, weights), mean in zip(windows, made, strict=True):
         chosen = [tensors[i] for i in positions]
         assert_same(mean, mean_reference(chosen, weights, dtype_of(source)))
+
+
+@pytest.fixture
+def _flushing() -> Iterator[None]:
+    """Subnormal numbers are zero in this thread, as after loading a library with -ffast-math."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush")
+    yield
+    torch.set_flush_denormal(False)
+
+
+def flushes() -> bool:
+    return bool(torch.tensor(2.0**-149, dtype=torch.float64).float().double() == 0)
+
+
+@pytest.mark.skipif(not CompiledPieces.available(), reason="no C loops: no compiler")
+@pytest.mark.parametrize("code", ["F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F64"])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_process_that_flushes_subnormals_has_the_same_bits(
+    request: pytest.FixtureRequest, code: str, several: bool
+) -> None:
+    # Exponents of zero and near it: subnormal numbers and small ones.
+    bits = [random_bits(code, 600, seed) for seed in range(3)]
+    small = torch.tensor(2.0 ** (-10 if DTYPES[code].itemsize < 4 else -120), dtype=torch.float64)
+    inputs = [(b.double().nan_to_num(1, 1, 1).clamp(-2, 2) * small).to(b.dtype) for b in bits]
+
+    def means(pieces: CompiledPieces) -> list[bytes]:
+        given, weights = [raw(tensor) for tensor in inputs], Uniform().weights(3)
+        if several:
+            windows = [(range(3), weights), (range(1, 3), Uniform().weights(2))]
+            return [bytes(each) for each in pieces.means(given, windows, code, code)]
+        return [
+            bytes(pieces.mean(given, weights, code, code)),
+            bytes(pieces.mean(iter(given), Exponential(0.3).weights(3), code, code)),
+        ]
+
+    expected = means(CompiledPieces(600))
+    assert any(any(each) for each in expected)
+    request.getfixturevalue("_flushing")
+    assert means(CompiledPieces(600)) == expected
+    assert flushes()  # the caller's environment is restored
+
+
+@pytest.mark.usefixtures("_flushing")
+def test_numpy_refuses_to_lose_subnormals() -> None:
+    with pytest.raises(ConfigError, match="subnormal"):
+        NumpyPieces(8)
+
+
+@pytest.mark.usefixtures("_flushing")
+def test_the_averager_warns_that_subnormals_are_lost() -> None:
+    averager = LatestWeightAverager(k=1)
+    averager.collect({"w": torch.ones(2)})
+    with pytest.warns(RuntimeWarning, match="subnormal"):
+        averager.average()

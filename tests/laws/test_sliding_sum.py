@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from support.models import brute_force, same_bits
 from torch import Tensor
 
+from torch_lawa import LatestWeightAverager
 from torch_lawa.mean import blocks as mean_module
 from torch_lawa.mean import sliding_sum as sliding_module
 from torch_lawa.mean.sliding_sum import SlidingSum
@@ -166,3 +167,26 @@ def test_windows_that_jump_are_not_slid() -> None:
     assert not total.can_slide([1, 2, 3], False)
     assert not total.can_slide([2, 3, 4], True)
     assert not total.can_slide([2, 3], True)
+
+
+@pytest.mark.parametrize("slides", [True, False])
+def test_an_interrupted_update_leaves_no_wrong_mean(
+    monkeypatch: pytest.MonkeyPatch, slides: bool
+) -> None:
+    """Ctrl-C or a lack of memory between two blocks: the next read sums the window again."""
+    averager = LatestWeightAverager(k=2, _sliding=True)
+    values = torch.ones(300)
+
+    def collect(value: float) -> None:
+        averager.collect({"w": values * value})
+
+    collect(1.0)
+    collect(2.0)
+    if slides:
+        averager.average()
+    collect(9.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(SlidingSum, "_parts", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            averager.average()
+    assert averager.average()["w"].unique().tolist() == [5.5]

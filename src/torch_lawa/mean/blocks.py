@@ -6,6 +6,7 @@ is the fast version, `mean_reference` the plain one that it must equal bit for b
 """
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -13,7 +14,14 @@ from torch import Tensor
 
 from torch_lawa.coefficients import Weights
 
-__all__ = ["block_length", "divide", "mean_blocks", "mean_reference", "round_into"]
+__all__ = [
+    "block_length",
+    "divide",
+    "mean_blocks",
+    "mean_reference",
+    "round_into",
+    "warn_if_flushing",
+]
 
 # A block of float64 sums must stay in cache while k snapshots are added to it, and be long enough
 # to hide the cost of a call: 2 MiB of sums on a CPU (measured: docs/decisions/0002). On a GPU they
@@ -113,3 +121,16 @@ def round_into(out: Tensor, exact: Tensor) -> None:
     bits.sub_((widened.abs() > exact.abs()).int())  # truncate: one step towards zero
     bits.bitwise_or_((widened != exact).int())  # sticky: the last bit records what was cut off
     out.copy_(single)
+
+
+def warn_if_flushing() -> None:
+    """Warn if this thread flushes subnormal numbers to zero, and so loses them in a mean."""
+    smallest = torch.full((1,), 2.0**-149, dtype=torch.float64, device="cpu").to(torch.float32)
+    if smallest.double().item() == 0.0:
+        warnings.warn(
+            "this process flushes subnormal numbers to zero (torch.set_flush_denormal, or a "
+            "library built with -ffast-math): weights below 1.2e-38 count as 0 in the mean. Call "
+            "torch.set_flush_denormal(False) to average them exactly.",
+            RuntimeWarning,
+            stacklevel=2,
+        )

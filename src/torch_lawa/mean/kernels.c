@@ -3,7 +3,11 @@
  *
  * Plain C without Python headers: compiled when the package is built, if there is a compiler, and
  * loaded with ctypes. Must be compiled without contraction of multiply and add (-ffp-contract=off)
- * and without -ffast-math. */
+ * and without -ffast-math.
+ *
+ * Each function that Python calls computes in the default floating-point environment and restores
+ * the caller's: a process may flush subnormal numbers to zero (torch.set_flush_denormal, libraries
+ * built with -ffast-math), which would lose every float16 below 2^-14. */
 
 #define _GNU_SOURCE /* signals and mappings */
 #include <fenv.h>
@@ -25,6 +29,50 @@
 #else
 #define CLONES __attribute__((noinline))
 #endif
+
+/* The control register: rounding mode, flush-to-zero, and on x86 the exception flags. The arithmetic
+ * is in functions that are not inlined, so none of it moves across these. */
+#if defined(__x86_64__)
+typedef uint32_t control;
+static inline control read_control(void) {
+  control value;
+  __asm__ volatile("stmxcsr %0" : "=m"(value) : : "memory");
+  return value;
+}
+static inline void write_control(control value) {
+  __asm__ volatile("ldmxcsr %0" : : "m"(value) : "memory");
+}
+enum { DEFAULT_CONTROL = 0x1f80 }; /* all exceptions masked, to nearest, no flushing */
+#elif defined(__aarch64__)
+typedef uint64_t control;
+static inline control read_control(void) {
+  control value;
+  __asm__ volatile("mrs %0, fpcr" : "=r"(value) : : "memory");
+  return value;
+}
+static inline void write_control(control value) {
+  __asm__ volatile("msr fpcr, %0" : : "r"(value) : "memory");
+}
+enum { DEFAULT_CONTROL = 0 };
+#else
+typedef fenv_t control;
+static inline control read_control(void) {
+  control value;
+  fegetenv(&value);
+  return value;
+}
+static inline void write_control(control value) { fesetenv(&value); }
+#endif
+
+static inline control enter_default(void) {
+  control before = read_control();
+#if defined(__x86_64__) || defined(__aarch64__)
+  write_control(DEFAULT_CONTROL);
+#else
+  fesetenv(FE_DFL_ENV);
+#endif
+  return before;
+}
 
 enum { F64, F32, F16, BF16, TABLE };  /* the same numbers as in kernels_native.py */
 enum { NOT_FINITE = 4, BLOCK = 512 }; /* likewise */
@@ -112,8 +160,8 @@ LOOPS(table, uint8_t)
   } while (0)
 
 /* sum = x * w for the first checkpoint, sum += x * w for the others. */
-void lawa_add(double *sum, const void *raw, size_t n, int kind, const double *table, double w,
-              int first) {
+static void add(double *sum, const void *raw, size_t n, int kind, const double *table, double w,
+                int first) {
   switch (kind) {
     case F64: DISPATCH(f64, double); break;
     case F32: DISPATCH(f32, float); break;
@@ -121,6 +169,13 @@ void lawa_add(double *sum, const void *raw, size_t n, int kind, const double *ta
     case BF16: DISPATCH(bf16, uint16_t); break;
     default: DISPATCH(table, uint8_t); break;
   }
+}
+
+void lawa_add(double *sum, const void *raw, size_t n, int kind, const double *table, double w,
+              int first) {
+  control before = enter_default();
+  add(sum, raw, n, kind, table, w, first);
+  write_control(before);
 }
 
 /* The same with weight 1 for two checkpoints, the older first. */
@@ -223,7 +278,7 @@ CLONES static void to_f16(uint16_t *restrict out, const double *restrict x, size
 }
 
 /* Divide a sum (exact_factor: 1 / divisor if that is a power of two, else 0) and round it. */
-int lawa_finish(double *sum, size_t n, double divisor, double exact_factor, int kind, void *out) {
+static int finish(double *sum, size_t n, double divisor, double exact_factor, int kind, void *out) {
   if (exact_factor == 0.0) divide(sum, n, divisor);
   else if (exact_factor != 1.0) multiply(sum, n, exact_factor);
   switch (kind) {
@@ -240,12 +295,20 @@ int lawa_finish(double *sum, size_t n, double divisor, double exact_factor, int 
   return not_finite(sum, n) ? NOT_FINITE : 0;
 }
 
+int lawa_finish(double *sum, size_t n, double divisor, double exact_factor, int kind, void *out) {
+  control before = enter_default();
+  int flags = finish(sum, n, divisor, exact_factor, kind, out);
+  write_control(before);
+  return flags;
+}
+
 /* The mean of k inputs in memory, in blocks whose sums stay in the L1 cache. */
 int lawa_mean(const void *const *raws, const double *weights, size_t k, size_t n, int kind,
               size_t width, const double *table, double divisor, double exact_factor, int target,
               size_t target_width, void *out) {
   double sum[BLOCK];
   int flags = 0;
+  control before = enter_default();
   for (size_t start = 0; start < n; start += BLOCK) {
     size_t count = n - start < BLOCK ? n - start : BLOCK;
     size_t offset = start * width;
@@ -255,12 +318,12 @@ int lawa_mean(const void *const *raws, const double *weights, size_t k, size_t n
         add_two(sum, x, (const char *)raws[j + 1] + offset, count, kind, table, j == 0);
         j++;
       } else {
-        lawa_add(sum, x, count, kind, table, weights[j], j == 0);
+        add(sum, x, count, kind, table, weights[j], j == 0);
       }
     }
-    flags |= lawa_finish(sum, count, divisor, exact_factor, target,
-                         (char *)out + start * target_width);
+    flags |= finish(sum, count, divisor, exact_factor, target, (char *)out + start * target_width);
   }
+  write_control(before);
   return flags;
 }
 
@@ -288,7 +351,7 @@ static int prefix_sums(double *rows, const int64_t *slots, const void *const *ra
       add_two(sum, x, (const char *)raws[i + 1] + offset, count, kind, table, i == 0);
       i++;
     } else {
-      lawa_add(sum, x, count, kind, table, 1.0, i == 0);
+      add(sum, x, count, kind, table, 1.0, i == 0);
     }
     if (slots[i] >= 0) memcpy(rows + slots[i] * BLOCK, sum, count * sizeof *sum);
   }
@@ -305,6 +368,7 @@ void lawa_windows(const void *const *raws, size_t num, size_t n, int kind, size_
                   const double *divisors, const double *exact_factors, const int64_t *slots,
                   int target, size_t target_width, void *const *outs, double *rows, int *flags) {
   double sum[BLOCK];
+  control before = enter_default();
   for (size_t start = 0; start < n; start += BLOCK) {
     size_t count = n - start < BLOCK ? n - start : BLOCK, offset = start * width;
     int clean = prefix_sums(rows, slots, raws, num, offset, count, kind, table);
@@ -321,13 +385,14 @@ void lawa_windows(const void *const *raws, size_t num, size_t n, int kind, size_
       for (size_t i = first, begun = 0; !done && i <= last; i++) {
         double weight = places[w] < 0 ? 1.0 : weights[places[w] + (int64_t)(i - first)];
         if (weight == 0.0) continue;
-        lawa_add(sum, (const char *)raws[i] + offset, count, kind, table, weight, !begun);
+        add(sum, (const char *)raws[i] + offset, count, kind, table, weight, !begun);
         begun = 1;
       }
-      flags[w] |= lawa_finish(sum, count, divisors[w], exact_factors[w], target,
-                              (char *)outs[w] + start * target_width);
+      flags[w] |= finish(sum, count, divisors[w], exact_factors[w], target,
+                         (char *)outs[w] + start * target_width);
     }
   }
+  write_control(before);
 }
 
 /* Guarded mappings. Reading a page of a mapped file that has been truncated meanwhile, or cannot be

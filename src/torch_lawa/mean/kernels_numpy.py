@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_lawa.coefficients import Weights
+from torch_lawa.errors import ConfigError
 from torch_lawa.mean.dtypes import DTYPES
 from torch_lawa.mean.float8 import float8_codes, float8_keys, float8_values
 from torch_lawa.mean.kernels import PIECE, Bytes, Doubles, Pieces, Windows, exact_factor, real
@@ -26,6 +27,7 @@ class NumpyPieces(Pieces):
 
     def __init__(self, length: int = PIECE) -> None:
         super().__init__(length)
+        _refuse_flushing()
         self._sum: Doubles = np.empty(self.length)
         self._term: Doubles = np.empty(self.length)
         self._words = np.empty(self.length, np.uint32)
@@ -165,3 +167,14 @@ class NumpyPieces(Pieces):
         if len(lost):
             words[lost] = 0x7FC00000
         return words
+
+
+def _refuse_flushing() -> None:
+    """Raise if this thread flushes subnormal numbers to zero. The C kernels turn that off."""
+    smallest = np.array([2.0**-149]).astype(np.float32)
+    if smallest.astype(np.float64)[0] == 0.0:
+        raise ConfigError(
+            "this process flushes subnormal numbers to zero (torch.set_flush_denormal, or a "
+            "library built with -ffast-math), and NumPy would lose every value below 1.2e-38. Call "
+            "torch.set_flush_denormal(False), or install torch-lawa where there is a C compiler."
+        )

@@ -32,6 +32,9 @@ _SLACK = 256.0  # a bound this many times too large is lowered, after a spike
 class SlidingSum:
     """The float64 sum of the window over one flat group of values.
 
+    `ids` are the snapshots that are summed. They are empty after a failed or interrupted update:
+    the next one sums the window again.
+
     >>> window = [torch.tensor([float(i)]) for i in range(4)]
     >>> total = SlidingSum(k=2)
     >>> total.rebuild([0, 1], window[:2]); total.slide([1, 2], window[1:3], leaving=window[0])
@@ -59,9 +62,9 @@ class SlidingSum:
 
     def rebuild(self, ids: Sequence[int], window: Sequence[Tensor]) -> None:
         """Sum the whole window again."""
+        self.ids = ()  # while the values change, the sum is of no window
         flat = window[0]
         num_rows, device = flat.numel() // _ROW, flat.device
-        self.ids = tuple(ids)
         if self._sum.shape != flat.shape or self._sum.device != device:
             self._sum = torch.empty(flat.numel(), dtype=torch.float64, device=device)
         self._bound = torch.zeros(num_rows, dtype=torch.float64, device=device)
@@ -72,11 +75,12 @@ class SlidingSum:
                 total.add_(snapshot[part])
             for id_, snapshot in zip(ids, window, strict=True):
                 self._check_bounds(part, snapshot[part], id_, first=id_ == ids[0])
+        self.ids = tuple(ids)
 
     def slide(self, ids: Sequence[int], window: Sequence[Tensor], leaving: Tensor | None) -> None:
         """Follow the window by one snapshot: `window[-1]` is new, `leaving` (if any) has left."""
         oldest_touched = self.ids[0]
-        self.ids = tuple(ids)
+        self.ids = ()  # while the values change, the sum is of no window
         for part in self._parts():
             total, newest = self._sum[part], window[-1][part]
             if leaving is not None:
@@ -84,6 +88,7 @@ class SlidingSum:
             total.add_(newest)
             self._check_bounds(part, newest, ids[-1])
         self._sum_again((self._until >= oldest_touched).nonzero().flatten(), window)
+        self.ids = tuple(ids)
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield `(offset, float64 mean)` block by block, in scratch memory."""

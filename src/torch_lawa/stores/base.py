@@ -8,7 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
 import torch
@@ -17,13 +17,14 @@ from torch import Tensor
 from torch_lawa.errors import ConfigError
 
 __all__ = [
+    "NO_NOTES",
     "Buffer",
     "Content",
     "Counters",
     "FlatEntry",
     "FlatGroup",
     "FlatLayout",
-    "FoundWindow",
+    "Held",
     "Notes",
     "Snapshot",
     "Store",
@@ -111,6 +112,11 @@ class FlatLayout:
                     e.shape, e.stride, dtype=wanted, device=device or group.device
                 )
         return allocated
+
+    def on_host(self) -> "FlatLayout":
+        """The same layout for tensors in host memory."""
+        cpu = torch.device("cpu")
+        return FlatLayout(tuple(replace(group, device=cpu) for group in self.groups))
 
     @property
     def nbytes(self) -> int:
@@ -215,6 +221,17 @@ class Notes(Counters):
     shards: str  # which shards of the model this process holds: see `shards.fingerprint`
 
 
+NO_NOTES: Notes = {
+    "num_steps": 0,
+    "num_collected": 0,
+    "schedule_kind": "",
+    "schedule": {},
+    "ties": {},
+    "excluded": [],
+    "shards": "",
+}
+
+
 @dataclass(frozen=True)
 class Content:
     """A snapshot with its values, as it is put into a store."""
@@ -222,15 +239,25 @@ class Content:
     snapshot: Snapshot
     averaged: Mapping[str, Tensor]
     kept: Mapping[str, Tensor]
+    kept_layout: FlatLayout | None = None  # if the kept tensors are not as in the store
 
 
 @dataclass(frozen=True)
-class FoundWindow:
-    """The window that an earlier process left in a store."""
+class Held:
+    """What a store holds at one moment.
 
-    averaged: FlatLayout
-    kept: FlatLayout
-    notes: Notes
+    A store replaces the whole of it in one assignment, the last step of every change: a change that
+    fails or is interrupted has happened completely or not at all.
+    """
+
+    averaged: FlatLayout = field(default_factory=lambda: FlatLayout(()))
+    kept: FlatLayout = field(default_factory=lambda: FlatLayout(()))  # of the newest snapshot
+    k: int = 1
+    snapshots: tuple[Snapshot, ...] = ()  # oldest first
+    evicted: Snapshot | None = None
+    notes: Notes = field(default_factory=lambda: NO_NOTES)  # those that came last
+    # Which window it is: another object after the window was replaced or dropped.
+    window: object = field(default_factory=object)
 
 
 class Store(ABC):
@@ -245,9 +272,22 @@ class Store(ABC):
     keep_evicted: bool = False
 
     def __init__(self) -> None:
-        self.snapshots: list[Snapshot] = []
-        self.evicted: Snapshot | None = None
         self._owner: weakref.ref[object] | None = None
+
+    @property
+    @abstractmethod
+    def held(self) -> Held:
+        """What the store holds now."""
+
+    @property
+    def snapshots(self) -> list[Snapshot]:
+        """Oldest first."""
+        return list(self.held.snapshots)
+
+    @property
+    def evicted(self) -> Snapshot | None:
+        """The snapshot that left last, while it is readable."""
+        return self.held.evicted
 
     def claim(self, owner: object) -> None:
         """Belong to `owner` alone from now on."""
@@ -261,8 +301,11 @@ class Store(ABC):
                 "averager: give each averager a store of its own."
             )
 
-    def find(self, k: int) -> FoundWindow | None:
-        """Take over the window of an earlier process, at most the `k` newest snapshots."""
+    def find(self, k: int) -> Notes | None:
+        """Take over the window of an earlier process, at most the `k` newest snapshots.
+
+        Returns the notes of its newest snapshot; None if there is no window.
+        """
         return None
 
     @abstractmethod
@@ -284,23 +327,22 @@ class Store(ABC):
         caller does next with the tensors. `notes` are saved with it if the store is persistent.
         """
 
+    @abstractmethod
     def refill(
         self,
         averaged: FlatLayout,
         kept: FlatLayout,
         k: int,
-        contents: list[Content],
+        contents: Sequence[Content],
         notes: Notes,
         *,
         relaid: bool = False,
     ) -> None:
-        """Replace the whole window. `contents`, oldest first, is emptied to free memory early.
+        """Replace the whole window by `contents`, oldest first; maybe by none.
 
-        `relaid` means that these are the snapshots of the present window in another layout.
+        The window before is kept until all of them are stored. `relaid` means that these are the
+        snapshots of the present window in another layout.
         """
-        self.open(averaged, kept, k)
-        while contents:
-            self.put(contents.pop(0), notes)
 
     @abstractmethod
     def flats(self, snapshot: Snapshot) -> list[Tensor]:
@@ -319,7 +361,7 @@ class Store(ABC):
         return nullcontext({})
 
     @abstractmethod
-    def clear(self) -> None:
+    def clear(self, notes: Notes) -> None:
         """Drop every snapshot."""
 
     def __reduce__(self) -> tuple[Any, ...]:

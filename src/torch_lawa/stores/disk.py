@@ -8,10 +8,10 @@ it. With several ranks, each in a folder of its own, ranks that are ahead can go
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,14 @@ from torch_lawa.stores.base import (
     Buffer,
     Content,
     FlatLayout,
-    FoundWindow,
+    Held,
     Notes,
     Snapshot,
     Store,
 )
 from torch_lawa.stores.disk_manifest import MANIFEST, Manifest, ManifestRow, entries
 from torch_lawa.stores.disk_ranks import SPARE, RankContents, Ranks, agree
+from torch_lawa.stores.disk_writer import Job
 from torch_lawa.stores.memory import Stage, idle_memory
 
 __all__ = ["DiskStore"]
@@ -44,6 +45,48 @@ _BUSY = (
     "run a folder of its own. If several ranks share one, initialise torch.distributed before "
     "making the averager."
 )
+
+
+class _Staging:
+    """Host memory for one file, from which it is written."""
+
+    def __init__(self, layout: FlatLayout) -> None:
+        self.layout, self.stage = layout, Stage(layout)
+        self._buffers: list[Buffer] | None = None
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> None:
+        """Enqueue the copy of the tensors."""
+        if self._buffers is None:
+            self._buffers = self.stage.allocate()
+        self.stage.copy(self._buffers, tensors)
+
+    def write(self, path: Path, snapshot: Snapshot) -> None:
+        """Write the file, once the tensors have arrived."""
+        assert self._buffers is not None
+        self.stage.wait()
+        labels = {"index": str(snapshot.index), "step": str(snapshot.step)}
+        write_flat(path, entries(self.layout), [buffer.flat for buffer in self._buffers], labels)
+
+
+@dataclass(frozen=True)
+class _OnDisk(Held):
+    """The files of a window, and the job that is writing the newest of them."""
+
+    rows: tuple[ManifestRow, ...] = ()  # the window, the spare ones, and the evicted one
+    surplus: frozenset[str] = frozenset()  # other files, to be removed with the next put
+    run: int = 0
+    began: int = 0
+    age: int = 0
+    staging: tuple[_Staging, ...] = ()  # for averaged and kept tensors
+    job: Job | None = None
+
+    def row(self, snapshot: Snapshot) -> ManifestRow:
+        """The row of a snapshot."""
+        return next(row for row in self.rows if row.snapshot.index == snapshot.index)
+
+    def names(self) -> set[str]:
+        """The files of all rows."""
+        return {name for row in self.rows for name in row.files}
 
 
 class DiskStore(Store):
@@ -78,14 +121,17 @@ class DiskStore(Store):
         self.per_process = per_process
         self._ranks = Ranks(0, 1)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="lawa-disk")
-        self._pending: Future[None] | None = None
-        self._rows: dict[int, ManifestRow] = {}  # by snapshot index: the window and the spare ones
-        self._surplus: set[str] = set()  # in the manifest, to be removed with the next put
-        self._serial = self._run = self._began = self._age = 0
+        self._files = _OnDisk()
+        self._serial = 0  # of the newest file; never used twice
         self._maps: dict[str, list[Tensor]] = {}
         self._lock: FolderLock | None = None
 
-    def find(self, k: int) -> FoundWindow | None:
+    @property
+    def held(self) -> Held:
+        """The window on disk, or about to be."""
+        return self._files
+
+    def find(self, k: int) -> Notes | None:
         """Lock the folder, take over the window its manifest names, and remove other files.
 
         Ranks keep only the snapshots that all of them have: this is a collective call.
@@ -96,44 +142,105 @@ class DiskStore(Store):
             self._ranks.exchange(str(error) or repr(error))  # the other ranks wait for this one
             raise
         agreed = agree(self._ranks.exchange(RankContents.of(manifest)), self._root)
-        rows = [row for row in manifest.rows if row.mark in agreed.snapshots]
-        self._serial, self._run = manifest.serial, agreed.run
-        self._began, self._age = manifest.began, manifest.age
-        self._averaged, self._kept, self._k = manifest.averaged, manifest.kept, k
-        self._rows = {row.snapshot.index: row for row in rows}
-        self.snapshots = [row.snapshot for row in rows[-k:]]
-        self._surplus = {name for row in manifest.rows for name in row.files} - self._used()
-        self.retarget(manifest.averaged, manifest.kept)
+        rows = tuple(row for row in manifest.rows if row.mark in agreed.snapshots)
+        notes = rows[-1].notes if rows else None
+        kept = (rows[-1].kept if rows else None) or manifest.kept
+        self._serial = manifest.serial
+        files = _OnDisk(k=k, run=agreed.run, began=manifest.began, age=manifest.age)
+        if rows and notes is not None:
+            files = replace(
+                files,
+                averaged=manifest.averaged,
+                kept=kept,
+                snapshots=tuple(row.snapshot for row in rows[-k:]),
+                notes=notes,
+                rows=rows,
+                staging=(_Staging(manifest.averaged), _Staging(kept)),
+            )
+        surplus = {name for row in manifest.rows for name in row.files} - files.names()
+        self._files = replace(files, surplus=frozenset(surplus))
         self._sweep()
-        if not rows or rows[-1].notes is None:
-            return None
-        return FoundWindow(manifest.averaged, manifest.kept, rows[-1].notes)
+        return notes
 
     def open(self, averaged: FlatLayout, kept: FlatLayout, k: int) -> None:
         """Begin a new window; the files of the old one are removed."""
         self._settle()
-        self._averaged, self._kept, self._k = averaged, kept, k
-        self._begin()
-        self.retarget(averaged, kept)
+        self.wait()
+        run, staging = self._files.run, (_Staging(averaged), _Staging(kept))
+        self._begin(
+            _OnDisk(
+                averaged,
+                kept,
+                k,
+                notes=self._files.notes,
+                run=run,
+                began=run,
+                staging=staging,
+            )
+        )
+
+    def clear(self, notes: Notes) -> None:
+        """Drop every snapshot and its file."""
+        self._settle()
+        self.wait()
+        run = self._files.run + 1
+        self._begin(_OnDisk(k=self._files.k, notes=notes, run=run, began=run))
 
     def retarget(self, averaged: FlatLayout, kept: FlatLayout) -> bool:
         """Copy later snapshots from the devices of these layouts."""
-        self.wait()  # the thread may still be writing from the old stages
-        self._averaged, self._kept = averaged, kept
-        self._stages = [Stage(averaged), Stage(kept)]
-        self._staged: list[list[Buffer]] | None = None
+        self.wait()  # the thread may still be writing from the old memory
+        staging = _Staging(averaged), _Staging(kept)
+        self._files = replace(self._files, averaged=averaged, kept=kept, staging=staging)
         return True
 
     def put(self, content: Content, notes: Notes) -> None:
         """Copy the snapshot to host memory and let the thread write it."""
-        self._put(content, notes, self._run, num_ends=1 + self._spare, commit=True)
+        self._settle()
+        self.wait()
+        now = self._files
+        if content.kept_layout is not None and content.kept_layout != now.kept:
+            staging = now.staging[0], _Staging(content.kept_layout)
+            now = replace(now, kept=content.kept_layout, staging=staging)
+        for part, tensors in zip(now.staging, (content.averaged, content.kept), strict=True):
+            part.copy(tensors)
+        row = self._new_row(content.snapshot, now.run, now.kept, notes)
+        leaving = now.snapshots[0] if len(now.snapshots) == now.k else None
+        evicted = leaving if self.keep_evicted else None
+        spare = self._spare
+        rows = [*now.rows, row][-(now.k + spare) :]
+        for i, older in enumerate(rows[: -(1 + spare)]):
+            rows[i] = older.without_kept()
+        listed = tuple(rows)
+        if evicted is not None and evicted not in [r.snapshot for r in rows]:
+            rows.insert(0, now.row(evicted).without_kept())
+        after = replace(
+            now,
+            snapshots=(*now.snapshots, content.snapshot)[-now.k :],
+            evicted=evicted,
+            notes=notes,
+            rows=tuple(rows),
+            surplus=frozenset(),
+            age=now.age + 1,
+        )
+        manifest = self._manifest(after, listed)
+
+        def work() -> None:
+            try:
+                for part, name in zip(after.staging, row.files, strict=True):
+                    part.write(self.folder / name, row.snapshot)
+                self._write_manifest(manifest)
+            except BaseException:
+                self._remove(row.files)
+                raise
+
+        self._commit(after, work)
 
     def refill(
         self,
         averaged: FlatLayout,
         kept: FlatLayout,
         k: int,
-        contents: list[Content],
+        contents: Sequence[Content],
         notes: Notes,
         *,
         relaid: bool = False,
@@ -141,82 +248,84 @@ class DiskStore(Store):
         """Write the whole new window first; then one new manifest makes it the window."""
         self._settle()
         self.wait()
-        self._run += not relaid
-        old_names, before = self._used() | self._surplus, dict(vars(self))
-        rows: dict[int, ManifestRow] = {}
-        ends: dict[int, Mapping[str, Tensor]] = {}
+        now = self._files
+        run = now.run if relaid else now.run + 1
+        after = _OnDisk(averaged, kept, k, notes=notes, run=run, began=run)
         if relaid:
-            # The notes of each snapshot, and its kept tensors if it can be the newest.
-            rows = self._rows
-            ends = {
-                index: self._kept.views(self._mapped(row.kept_file, self._kept))
-                for index, row in rows.items()
-                if row.kept_file is not None
-            }
-            self._age -= len(contents)
-        else:
-            self._began, self._age = self._run, -len(contents)
-        num_ends = max(1, sum(content.snapshot.index in ends for content in contents))
-        self._averaged, self._kept, self._k = averaged, kept, k
-        self._forget()
-        self.retarget(averaged, kept)
+            after = replace(after, window=now.window, began=now.began, age=now.age)
+        if not contents:
+            self._begin(after)
+            return
+        # Of snapshots that are only laid out anew: those that can be the newest, too.
+        ends = {row.snapshot: row for row in now.rows if relaid and row.kept is not None}
+        runs = {row.snapshot: row.run for row in now.rows if relaid}
+        rows, first = [], self._serial + 1
         try:
-            while contents:
-                content = contents.pop(0)
-                index, run = content.snapshot.index, self._run
-                if index in rows:
-                    run, notes = rows[index].run, rows[index].notes or notes
-                if index in ends:
-                    own = {name: ends[index][name] for name in content.kept}
-                    content = replace(content, kept=own)
-                self._put(content, notes, run, num_ends=num_ends, commit=not contents)
-            self.wait()
-        except BaseException:
-            with contextlib.suppress(Exception):
-                self.wait()  # after an interrupt the thread may still be working
-            self._remove(self._used() - old_names)
-            vars(self).update(before, _serial=self._serial)
+            for i, content in enumerate(contents, 1):
+                snapshot, own, layout = content.snapshot, content.kept, kept
+                end = ends.get(snapshot)
+                row = self._new_row(snapshot, runs.get(snapshot, run), kept, notes)
+                if end is not None and end.kept_file is not None and end.kept is not None:
+                    views = end.kept.views(self._mapped(end.kept_file, end.kept))
+                    own = {name: views[name] for name in own}
+                    layout = kept if i == len(contents) else FlatLayout.of(own, packed=True)
+                    row = replace(row, kept=layout, notes=end.notes or notes)
+                elif i < len(contents):
+                    row = row.without_kept()
+                rows.append(row)
+                self._write_now(row.file, averaged, content.averaged, snapshot)
+                if row.kept_file is not None:
+                    self._write_now(row.kept_file, layout, own, snapshot)
+        except BaseException as error:
+            self._remove(
+                name for serial in range(first, self._serial + 1) for name in _names(serial)
+            )
+            if isinstance(error, OSError):
+                raise self._not_written(error) from error
             raise
-        self._remove(old_names - self._used())
+        after = replace(
+            after,
+            snapshots=tuple(content.snapshot for content in contents),
+            rows=tuple(rows),
+            staging=(_Staging(averaged), _Staging(kept)),
+        )
+        manifest = self._manifest(after, after.rows)
+        self._commit(after, lambda: self._write_manifest(manifest))
+        self.wait()
 
     def flats(self, snapshot: Snapshot) -> list[Tensor]:
         """The snapshot's file, memory-mapped."""
         self.wait()
-        return self._mapped(self._rows[snapshot.index].file, self._averaged)
+        return self._mapped(self._files.row(snapshot).file, self._files.averaged)
 
     def kept_flats(self) -> list[Tensor]:
         """The kept tensors' file, memory-mapped."""
         self.wait()
-        kept_file = self._rows[self.snapshots[-1].index].kept_file
+        kept_file = self._files.row(self._files.snapshots[-1]).kept_file
         assert kept_file is not None
-        return self._mapped(kept_file, self._kept)
+        return self._mapped(kept_file, self._files.kept)
 
     def wait(self) -> None:
         """Return when the last snapshot is on disk; raise if it could not be written."""
-        if self._pending is not None:
-            self._settle()
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            try:
-                pending.result()
-            except OSError as error:
-                raise StoreError(
-                    f"{self.folder}: the last snapshot could not be written ({error}). The window "
-                    "before it is intact. Free space or repair the folder, then collect again."
-                ) from error
-            finally:
-                del (
-                    pending
-                )  # it refers to the error and so to this frame: the lock would not be freed
+        job = self._files.job
+        if job is None:
+            return
+        self._settle()
+        if not job.done:
+            self._writer.submit(job.run).result()  # after it, or for it if it never was submitted
+        self._files = replace(self._files, job=None)
+        error = job.error
+        try:
+            if isinstance(error, OSError):
+                raise self._not_written(error) from error
+            if error is not None:
+                raise error
+        finally:
+            del job, error  # they may refer to this frame: the folder would stay locked
 
     def idle_memory(self) -> AbstractContextManager[Mapping[str, Tensor]]:
         """The staging buffers."""
-        return idle_memory(self._stages)
-
-    def clear(self) -> None:
-        """Drop every snapshot and its file."""
-        self._run += 1
-        self._begin()
+        return idle_memory([part.stage for part in self._files.staging])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Raises: a folder has one owner."""
@@ -242,107 +351,81 @@ class DiskStore(Store):
         for row in manifest.rows:
             self._verify(row.file, manifest.averaged)
             if row.kept_file is not None:
-                self._verify(row.kept_file, manifest.kept)
+                self._verify(row.kept_file, row.kept or manifest.kept)
         return manifest
 
-    def _begin(self) -> None:
-        """An empty window, in memory and on disk."""
-        self._settle()
+    def _begin(self, after: _OnDisk) -> None:
+        """Make an empty window the present one."""
+        manifest = self._manifest(after, ())
+
+        def work() -> None:
+            if self._ranks.size > 1:
+                # Written, not removed: ranks that were killed before they did it must see it.
+                self._write_manifest(manifest)
+            else:
+                (self.folder / MANIFEST).unlink(missing_ok=True)
+
+        self._commit(after, work)
         self.wait()
-        self._began, self._age = self._run, 0
-        self._forget()
-        if self._ranks.size > 1:
-            # Written, not removed: ranks that were killed before they did the same must see it.
-            self._write_manifest(self._manifest(()))
-        else:
-            (self.folder / MANIFEST).unlink(missing_ok=True)
         self._sweep()
 
-    def _forget(self) -> None:
-        self.snapshots, self.evicted = [], None
-        self._rows, self._maps, self._surplus = {}, {}, set()
+    def _commit(self, after: _OnDisk, work: Callable[[], None]) -> None:
+        """Make `after` the present window, and let the thread do what makes it so on disk.
 
-    def _put(
-        self, content: Content, notes: Notes, run: int, *, num_ends: int, commit: bool
-    ) -> None:
-        self._settle()
-        self.wait()
-        if self._staged is None:
-            self._staged = [stage.allocate() for stage in self._stages]
-        for stage, buffers, tensors in zip(
-            self._stages, self._staged, (content.averaged, content.kept), strict=True
-        ):
-            stage.copy(buffers, tensors)
-        before = {
-            name: vars(self)[name] for name in ("snapshots", "evicted", "_rows", "_surplus", "_age")
-        }
-        old_names = self._used() | self._surplus
-        self._serial += 1
-        self._age += 1
-        row = ManifestRow(
-            content.snapshot,
-            run,
-            f"window-{self._serial:08d}{_SUFFIX}",
-            f"kept-{self._serial:08d}{_SUFFIX}",
-            notes,
+        If that fails, the thread puts the window before it back.
+        """
+        before = self._files
+        gone = (before.names() | before.surplus) - after.names()
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException:
+                self._files = replace(before, job=job)
+                raise
+            self._remove(gone)
+
+        job = Job(run)
+        self._files = replace(after, job=job)
+        self._writer.submit(job.run)
+
+    def _not_written(self, error: OSError) -> StoreError:
+        return StoreError(
+            f"{self.folder}: the last snapshot could not be written ({error}). The window before "
+            "it is intact. Free space or repair the folder, then try again."
         )
-        leaving = self.snapshots[0] if len(self.snapshots) == self._k else None
-        self.evicted = leaving if self.keep_evicted else None
-        self.snapshots = [*self.snapshots, content.snapshot][-self._k :]
-        rows = [*self._rows.values(), row][-(self._k + self._spare) :]
-        for i, older in enumerate(rows[:-num_ends]):
-            rows[i] = replace(older, kept_file=None, notes=None)
-        manifest = self._manifest(rows) if commit else None
-        if self.evicted is not None and self.evicted not in [r.snapshot for r in rows]:
-            rows.insert(0, replace(self._rows[self.evicted.index], kept_file=None, notes=None))
-        self._rows, self._surplus = {r.snapshot.index: r for r in rows}, set()
-        gone = old_names - self._used()
-        self._pending = self._writer.submit(self._write, row, manifest, gone, before)
 
-    def _write(
-        self, row: ManifestRow, manifest: Manifest | None, gone: set[str], before: dict[str, Any]
+    def _new_row(self, snapshot: Snapshot, run: int, kept: FlatLayout, notes: Notes) -> ManifestRow:
+        self._serial += 1
+        return ManifestRow(snapshot, run, *_names(self._serial), kept, notes)
+
+    def _write_now(
+        self, name: str, layout: FlatLayout, tensors: Mapping[str, Tensor], snapshot: Snapshot
     ) -> None:
-        """In the thread: write the files, then the manifest, then remove old files."""
-        assert self._staged is not None
-        try:
-            labels = {"index": str(row.snapshot.index), "step": str(row.snapshot.step)}
-            for stage, buffers, layout, file in zip(
-                self._stages, self._staged, (self._averaged, self._kept), row.files, strict=True
-            ):
-                stage.wait()
-                flats = [buffer.flat for buffer in buffers]
-                write_flat(self.folder / file, entries(layout), flats, labels)
-            if manifest is not None:
-                self._write_manifest(manifest)
-        except BaseException:
-            vars(self).update(before)
-            self._remove(set(row.files))
-            raise
-        self._remove(gone)
+        staging = _Staging(layout.on_host())
+        staging.copy(tensors)
+        staging.write(self.folder / name, snapshot)
 
     def _write_manifest(self, manifest: Manifest) -> None:
         with replacing(self.folder / MANIFEST) as out:
             out.write(manifest.text().encode())
 
-    def _remove(self, names: set[str]) -> None:
+    def _remove(self, names: Iterable[str]) -> None:
         for name in names:
             self._maps.pop(name, None)
             with contextlib.suppress(OSError):
                 (self.folder / name).unlink()
 
-    def _manifest(self, rows: Sequence[ManifestRow]) -> Manifest:
+    def _manifest(self, files: _OnDisk, rows: tuple[ManifestRow, ...]) -> Manifest:
         return Manifest(
             serial=self._serial,
-            run=self._run,
-            began=self._began,
-            age=self._age,
-            rows=tuple(rows),
-            averaged=self._averaged,
-            kept=self._kept,
+            run=files.run,
+            began=files.began,
+            age=files.age,
+            rows=rows,
+            averaged=files.averaged,
+            kept=files.kept,
         )
-
-    def _used(self) -> set[str]:
-        return {name for row in self._rows.values() for name in row.files}
 
     def _mapped(self, name: str, layout: FlatLayout) -> list[Tensor]:
         if name not in self._maps:
@@ -383,9 +466,14 @@ class DiskStore(Store):
 
     def _sweep(self) -> None:
         """Remove files that a killed process left half-written, and files outside the window."""
-        used = self._used() | self._surplus
+        used = self._files.names() | self._files.surplus
         for path in self.folder.iterdir():
             ours = path.name.startswith(("window-", "kept-", MANIFEST))
             stray = path.name.endswith(TEMPORARY) or path.name.endswith(_SUFFIX)
             if ours and stray and path.name not in used:
                 path.unlink(missing_ok=True)
+
+
+def _names(serial: int) -> tuple[str, str]:
+    """The file of a snapshot, and that of the kept tensors."""
+    return f"window-{serial:08d}{_SUFFIX}", f"kept-{serial:08d}{_SUFFIX}"

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class ManifestRow:
     run: int
     file: str
     kept_file: str | None = None
+    kept: FlatLayout | None = None  # the layout of `kept_file`
     notes: Notes | None = None  # of the rows that can be the newest
 
     @property
@@ -52,6 +53,10 @@ class ManifestRow:
     def files(self) -> list[str]:
         """Its files."""
         return [self.file, *([self.kept_file] if self.kept_file is not None else [])]
+
+    def without_kept(self) -> "ManifestRow":
+        """The same, but not to be the newest of a window."""
+        return replace(self, kept_file=None, kept=None, notes=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +85,19 @@ class Manifest:
                 "file": row.file,
                 "kept_file": row.kept_file,
                 "notes": row.notes or {},
+                **self._own_kept(row),
             }
             for row in self.rows
         ]
         head = {"serial": self.serial, "run": self.run, "began": self.began, "age": self.age}
         layouts = {"averaged": _described(self.averaged), "kept": _described(self.kept)}
         return json.dumps({"format": _FORMAT, **head, "snapshots": rows, **layouts}, indent=1)
+
+    def _own_kept(self, row: ManifestRow) -> dict[str, Any]:
+        """The layout of a row's kept tensors, if it is not that of the newest."""
+        if row.kept is None or _described(row.kept) == _described(self.kept):
+            return {}
+        return {"kept": _described(row.kept)}
 
     @staticmethod
     def read(folder: Path) -> "Manifest":
@@ -110,14 +122,15 @@ def entries(layout: FlatLayout) -> list[tuple[str, torch.dtype, tuple[int, ...]]
 def _parse(row: StateRow) -> Manifest:
     if row.take("format", a_whole_number()) != _FORMAT:
         raise ValueError(f"it has another format than {_FORMAT}")
+    kept = row.take("kept", _layout)
     manifest = Manifest(
         serial=row.take("serial", a_whole_number()),
         run=row.take("run", a_whole_number()),
         began=row.take("began", a_whole_number()),
         age=row.take("age", _an_integer),
-        rows=tuple(row.take("snapshots", a_list(_row))),
+        rows=tuple(row.take("snapshots", a_list(lambda found: _row(found, kept)))),
         averaged=row.take("averaged", _layout),
-        kept=row.take("kept", _layout),
+        kept=kept,
     )
     row.end()
     indices = [r.snapshot.index for r in manifest.rows]
@@ -130,13 +143,16 @@ def _parse(row: StateRow) -> Manifest:
 _an_integer = a_whole_number(-(2**63))
 
 
-def _row(found: Any) -> ManifestRow:
+def _row(found: Any, newest_kept: FlatLayout) -> ManifestRow:
     row = StateRow(found)
+    kept_file = row.take("kept_file", _kept_file)
+    kept = row.take("kept", _layout) if "kept" in row else newest_kept
     made = ManifestRow(
         Snapshot(row.take("index", a_whole_number()), row.take("step", _an_integer)),
         row.take("run", a_whole_number()),
         row.take("file", a_text(r"window-[0-9]+\.safetensors")),
-        row.take("kept_file", _kept_file),
+        kept_file,
+        None if kept_file is None else kept,
         row.take("notes", lambda notes: _notes(notes) if notes != {} else None),
     )
     row.end()

@@ -7,14 +7,15 @@ import contextlib
 import warnings
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from torch_lawa.stores.base import Buffer, Content, FlatLayout, Notes, Snapshot, Store
+from torch_lawa.stores.base import Buffer, Content, FlatLayout, Held, Notes, Snapshot, Store
 
 __all__ = ["DeviceStore", "HostStore", "Stage", "idle_memory"]
 
@@ -28,6 +29,10 @@ class _Copier(Protocol):
         """Buffers for one snapshot."""
         ...
 
+    def prepare(self) -> None:
+        """Allocate whatever else `copy` needs."""
+        ...
+
     def copy(self, buffers: list[Buffer], tensors: Mapping[str, Tensor]) -> None:
         """Enqueue the copy of `tensors` into `buffers`."""
         ...
@@ -37,78 +42,156 @@ class _Copier(Protocol):
         ...
 
 
-_C = TypeVar("_C", bound=_Copier)
+class _NoCopier:
+    """Copies nothing: no window has begun."""
+
+    def allocate(self) -> list[Buffer]:
+        return []
+
+    def prepare(self) -> None:
+        pass
+
+    def copy(self, buffers: list[Buffer], tensors: Mapping[str, Tensor]) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
 
 
-class _MemoryStore(Store, Generic[_C]):
+@dataclass(frozen=True)
+class _Ring(Held):
+    """The buffers of the snapshots, and what copies into them."""
+
+    copiers: tuple[_Copier, _Copier] = (_NoCopier(), _NoCopier())  # of averaged and kept tensors
+    buffers: Mapping[int, list[Buffer]] = field(default_factory=dict)  # by snapshot index
+    free: tuple[list[Buffer], ...] = ()
+    newest: list[Buffer] | None = None  # the kept tensors
+
+    def with_room(self, keep_evicted: bool) -> "_Ring":
+        """The same with room for one more: the oldest leaves, or is kept as `evicted`."""
+        leaving, snapshots, evicted = self.evicted, self.snapshots, None
+        if len(snapshots) == self.k:
+            evicted, snapshots = snapshots[0], snapshots[1:]
+        gone = [leaving] if leaving is not None else []
+        if evicted is not None and not keep_evicted:
+            gone, evicted = [*gone, evicted], None
+        indices = {snapshot.index for snapshot in gone}
+        return replace(
+            self,
+            snapshots=snapshots,
+            evicted=evicted,
+            buffers={i: each for i, each in self.buffers.items() if i not in indices},
+            free=(*self.free, *(self.buffers[i] for i in indices)),
+        )
+
+
+class _MemoryStore(Store):
     """A ring of buffers; where they are and how they are filled is up to the copiers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._k = 1
-        self._averaged, self._kept = self._copier(FlatLayout(())), self._copier(FlatLayout(()))
-        self.clear()
+        self._ring = _Ring()
+
+    @property
+    def held(self) -> Held:
+        """The ring."""
+        return self._ring
 
     @staticmethod
     @abstractmethod
-    def _copier(layout: FlatLayout) -> _C:
+    def _copier(layout: FlatLayout) -> _Copier:
         """What copies tensors of `layout`."""
 
     def open(self, averaged: FlatLayout, kept: FlatLayout, k: int) -> None:
         """Drop every snapshot; buffers are allocated when snapshots are put."""
         self.wait()
-        self._k = k
-        self._averaged, self._kept = self._copier(averaged), self._copier(kept)
-        self.clear()
+        self._ring = replace(self._empty(averaged, kept, k), notes=self._ring.notes)
 
-    def clear(self) -> None:
+    def clear(self, notes: Notes) -> None:
         """Drop every snapshot and free its memory."""
-        self.snapshots, self.evicted = [], None
-        self._newest: list[Buffer] | None = None  # the kept tensors
-        self._buffers: dict[int, list[Buffer]] = {}  # by snapshot index
-        self._free: list[list[Buffer]] = []
+        self._ring = _Ring(k=self._ring.k, notes=notes)
 
     def put(self, content: Content, notes: Notes) -> None:
         """Copy into a free buffer, or into a new one while the window grows."""
-        self._make_room()
-        buffers = self._free.pop() if self._free else self._averaged.allocate()
-        if self._newest is None:
-            self._newest = self._kept.allocate()
-        self._averaged.copy(buffers, content.averaged)
-        self._kept.copy(self._newest, content.kept)
-        self._buffers[content.snapshot.index] = buffers
-        self.snapshots.append(content.snapshot)
+        before, after = self._ring, self._with(self._ring, content, notes)
+        # All memory is allocated by now. The oldest snapshot and the kept tensors are overwritten
+        # in place, so an interrupted copy is repeated: the model has not changed since.
+        try:
+            self._copy(after, content)
+            self._ring = after
+        except BaseException:
+            room = before.with_room(self.keep_evicted)
+            self._ring = room  # all that is left if the copy fails again
+            self._copy(after, content)
+            self._ring = after
+            raise
+
+    def refill(
+        self,
+        averaged: FlatLayout,
+        kept: FlatLayout,
+        k: int,
+        contents: Sequence[Content],
+        notes: Notes,
+        *,
+        relaid: bool = False,
+    ) -> None:
+        """Fill new buffers, then make them the window."""
+        self.wait()
+        ring = replace(self._empty(averaged, kept, k), notes=notes)
+        if relaid:
+            ring = replace(ring, window=self._ring.window)
+        for content in contents:
+            ring = self._with(ring, content, notes)
+            self._copy(ring, content)
+        self._ring = ring
 
     def flats(self, snapshot: Snapshot) -> list[Tensor]:
         """The snapshot's buffers."""
         self.wait()
-        return [buffer.flat for buffer in self._buffers[snapshot.index]]
+        return [buffer.flat for buffer in self._ring.buffers[snapshot.index]]
 
     def kept_flats(self) -> list[Tensor]:
         """The kept tensors' buffers."""
         self.wait()
-        assert self._newest is not None
-        return [buffer.flat for buffer in self._newest]
+        assert self._ring.newest is not None
+        return [buffer.flat for buffer in self._ring.newest]
 
     def wait(self) -> None:
         """Return when the last snapshot has been copied: another stream may read it."""
-        self._averaged.wait()
-        self._kept.wait()
+        for copier in self._ring.copiers:
+            copier.wait()
 
-    def _make_room(self) -> None:
-        """For one more snapshot: the oldest leaves a full window, or is kept as `evicted`."""
-        if self.evicted is not None:
-            self._free.append(self._buffers.pop(self.evicted.index))
-            self.evicted = None
-        if len(self.snapshots) == self._k:
-            oldest = self.snapshots.pop(0)
-            if self.keep_evicted:
-                self.evicted = oldest
-            else:
-                self._free.append(self._buffers.pop(oldest.index))
+    def _empty(self, averaged: FlatLayout, kept: FlatLayout, k: int) -> _Ring:
+        copiers = self._copier(averaged), self._copier(kept)
+        return _Ring(averaged, kept, k, copiers=copiers)
+
+    def _with(self, ring: _Ring, content: Content, notes: Notes) -> _Ring:
+        """The ring with one more snapshot, whose values are still to be copied."""
+        ring = ring.with_room(self.keep_evicted)
+        if content.kept_layout is not None and content.kept_layout != ring.kept:
+            copiers = ring.copiers[0], self._copier(content.kept_layout)
+            ring = replace(ring, kept=content.kept_layout, copiers=copiers, newest=None)
+        for copier in ring.copiers:
+            copier.prepare()
+        buffers = ring.free[-1] if ring.free else ring.copiers[0].allocate()
+        return replace(
+            ring,
+            snapshots=(*ring.snapshots, content.snapshot),
+            buffers={**ring.buffers, content.snapshot.index: buffers},
+            free=ring.free[:-1],
+            newest=ring.copiers[1].allocate() if ring.newest is None else ring.newest,
+            notes=notes,
+        )
+
+    def _copy(self, ring: _Ring, content: Content) -> None:
+        """Copy the values of the newest snapshot of `ring`."""
+        assert ring.newest is not None
+        ring.copiers[0].copy(ring.buffers[content.snapshot.index], content.averaged)
+        ring.copiers[1].copy(ring.newest, content.kept)
 
 
-class DeviceStore(_MemoryStore["_DeviceCopier"]):
+class DeviceStore(_MemoryStore):
     """The window on the device of the weights: the fastest store; it takes k copies of them."""
 
     on_host = False
@@ -122,7 +205,7 @@ class DeviceStore(_MemoryStore["_DeviceCopier"]):
         return "device memory"
 
 
-class HostStore(_MemoryStore["Stage"]):
+class HostStore(_MemoryStore):
     """The window in host memory, filled asynchronously from a GPU: see `Stage`."""
 
     @staticmethod
@@ -132,17 +215,19 @@ class HostStore(_MemoryStore["Stage"]):
     def retarget(self, averaged: FlatLayout, kept: FlatLayout) -> bool:
         """Copy later snapshots from the devices of these layouts."""
         self.wait()
-        self._averaged, self._kept = Stage(averaged), Stage(kept)
+        stages = Stage(averaged), Stage(kept)
+        ring = self._ring
         # A window that was loaded before any model was seen is in pageable memory.
-        for buffers in (*self._buffers.values(), *self._free):
-            self._averaged.pin(buffers)
-        if self._newest is not None:
-            self._kept.pin(self._newest)
+        for buffers in (*ring.buffers.values(), *ring.free):
+            stages[0].pin(buffers)
+        if ring.newest is not None:
+            stages[1].pin(ring.newest)
+        self._ring = replace(ring, averaged=averaged, kept=kept, copiers=stages)
         return True
 
     def idle_memory(self) -> AbstractContextManager[Mapping[str, Tensor]]:
         """The staging buffers."""
-        return idle_memory((self._averaged, self._kept))
+        return idle_memory([c for c in self._ring.copiers if isinstance(c, Stage)])
 
     def describe(self) -> str:
         """Host memory."""
@@ -158,6 +243,9 @@ class _DeviceCopier:
 
     def allocate(self) -> list[Buffer]:
         return [Buffer(group) for group in self._groups]
+
+    def prepare(self) -> None:
+        pass
 
     def copy(self, buffers: list[Buffer], tensors: Mapping[str, Tensor]) -> None:
         for device, event in self._written.items():  # the last copy may be on another stream
@@ -201,8 +289,15 @@ class Stage:
             if group.device.type == "cuda" and not buffer.flat.is_pinned():
                 _pin(buffer.flat, group.device)
 
+    def prepare(self) -> None:
+        """Allocate the staging buffers."""
+        for i, group in enumerate(self._groups):
+            if group.device.type == "cuda" and i not in self._staging:
+                self._staging[i] = Buffer(group)
+
     def copy(self, buffers: list[Buffer], tensors: Mapping[str, Tensor]) -> None:
         """Enqueue the copy of `tensors` into `buffers`."""
+        self.prepare()
         staged: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         for i, (group, buffer) in enumerate(zip(self._groups, buffers, strict=True)):
             device = group.device
@@ -212,8 +307,6 @@ class Stage:
             if device not in staged and device in self._arrived:
                 # The staging memory is free once the last snapshot has left it.
                 torch.cuda.current_stream(device).wait_event(self._arrived[device])
-            if i not in self._staging:
-                self._staging[i] = Buffer(group)
             self._staging[i].fill(tensors)
             staged.setdefault(device, []).append((buffer.flat, self._staging[i].flat))
         for device, copies in staged.items():

@@ -1,6 +1,8 @@
 """The averager as a training loop uses it: rules for every tensor, readiness, errors, names."""
 
 import copy
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -576,3 +578,85 @@ def test_a_model_converted_into_memory_it_had_before_is_noticed() -> None:
     assert model.weight.data_ptr() == memory.data_ptr()
     with pytest.raises(LayoutError, match=r"is torch.bfloat16.*torch.float32"):
         averager.collect(model)
+
+
+@pytest.mark.parametrize("store", ["host", "device"])
+def test_a_buffer_from_the_newest_snapshot_may_change_its_shape(store: str) -> None:
+    """Nothing in it is averaged; a model with another shape by now keeps its own value."""
+    model = nn.Linear(2, 1)
+    model.register_buffer("seen", torch.zeros(0, dtype=torch.int64))
+    averager = LatestWeightAverager(k=2, store=store)  # type: ignore[arg-type]
+    for i in range(4):
+        model.seen = torch.arange(i)
+        with torch.no_grad():
+            model.weight.fill_(i)
+        averager.collect(model)
+    assert averager.average()["seen"].tolist() == [0, 1, 2]
+    with averager.swapped_into(model):
+        assert model.weight.tolist() == [[2.5, 2.5]]
+        assert model.seen.tolist() == [0, 1, 2]
+    model.seen = torch.arange(9)
+    with averager.swapped_into(model):
+        assert model.weight.tolist() == [[2.5, 2.5]]
+        assert model.seen.tolist() == list(range(9))
+    again = LatestWeightAverager(k=2)
+    again.load_state_dict(averager.state_dict())
+    again.collect(model)
+    assert again.average()["seen"].tolist() == list(range(9))
+
+
+def test_a_frozen_tensor_of_another_shape_is_refused_when_it_is_trained() -> None:
+    model = nn.Linear(2, 1)
+    model.bias.requires_grad_(False)
+    averager = LatestWeightAverager(k=2)
+    averager.collect(model)
+    model.bias = nn.Parameter(torch.zeros(1, 1))
+    with pytest.raises(LayoutError, match=r"'bias' has shape \(1, 1\)"):
+        averager.collect(model)
+    model.bias.requires_grad_(False)
+    averager.collect(model)
+    with pytest.raises(LayoutError, match="'bias' was collected with shape"):
+        averager.swapped_into(nn.Linear(2, 1))
+
+
+@pytest.mark.parametrize("store", ["host", "device", "disk"])
+def test_several_threads_may_collect_and_read(store: str, tmp_path: Path) -> None:
+    averager = LatestWeightAverager(
+        k=3, store=DiskStore(tmp_path) if store == "disk" else store, min_snapshots=1
+    )
+    errors: list[BaseException] = []
+
+    def work(value: float) -> None:
+        try:
+            for _ in range(8):
+                averager.collect({"w": torch.full((1000,), value)})
+                assert averager.average()["w"].unique().numel() == 1
+                assert len(averager) <= 3
+        except BaseException as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(float(i),)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
+    assert averager.num_collected == 32
+    assert averager.snapshot_steps == [30, 31, 32]
+
+
+def test_a_step_whose_snapshot_fails_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    averager = LatestWeightAverager(k=2, schedule=OnPlateau(patience=1), min_snapshots=1)
+    averager.step({"w": torch.zeros(2)}, loss=1.0)
+    before = averager.state_dict()
+    with monkeypatch.context() as patch:
+        patch.setattr(averager._window, "put", lambda *_: 1 / 0)
+        for _ in range(3):
+            with pytest.raises(ZeroDivisionError):
+                averager.step({"w": torch.zeros(2)}, loss=2.0)
+    assert averager.state_dict()["counters"] == before["counters"]

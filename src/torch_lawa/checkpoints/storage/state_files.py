@@ -50,6 +50,9 @@ class StateRow:
             raise ValueError(f"{_shown(found)}, expected an object")
         self._left: dict[str, object] = dict(found)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._left
+
     def take(self, name: str, check: Check[T]) -> T:
         """The value of a field."""
         if name not in self._left:

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -300,3 +301,56 @@ def test_a_failed_write_does_not_keep_the_folder(
         assert LatestWeightAverager(k=3, store=DiskStore(tmp_path)).snapshot_steps == [1, 2]
     finally:
         gc.enable()
+
+
+def test_an_interrupted_wait_does_not_forget_the_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next snapshot overwrites the memory that the thread is writing from."""
+    from torch_lawa.stores import disk
+
+    averager = LatestWeightAverager(k=2, store=DiskStore(tmp_path))
+    original, may_write = disk.write_flat, threading.Event()
+
+    def slow(*arguments: object) -> None:
+        assert may_write.wait(10)
+        original(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(disk, "write_flat", slow)
+    averager.collect({"w": torch.full((4,), 2.0)})
+    interrupt = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        averager.wait()
+    threading.Timer(0.1, may_write.set).start()
+    averager.collect({"w": torch.full((4,), 10.0)})
+    assert averager.average()["w"].tolist() == [6.0] * 4
+
+
+def test_a_kept_tensor_may_change_its_shape(tmp_path: Path) -> None:
+    averager = LatestWeightAverager(k=2, store=DiskStore(tmp_path))
+    for i in range(1, 5):
+        averager.collect({"w": torch.full((4,), float(i)), "n": torch.arange(i)})
+    averager.wait()
+    del averager
+    again = LatestWeightAverager(k=2, store=DiskStore(tmp_path))
+    assert again.average()["w"].tolist() == [3.5] * 4
+    assert again.average()["n"].tolist() == [0, 1, 2, 3]
+    again.collect({"w": torch.full((4,), 5.0), "n": torch.arange(2)})
+    assert again.average()["n"].tolist() == [0, 1]
+
+
+def test_rows_of_a_manifest_may_have_kept_tensors_of_other_shapes(tmp_path: Path) -> None:
+    """Ranks keep more than one row that can be the newest: see disk_ranks."""
+    from torch_lawa.stores.base import NO_NOTES, FlatLayout, Snapshot
+    from torch_lawa.stores.disk_manifest import MANIFEST, Manifest, ManifestRow
+
+    layouts = [FlatLayout.of({"n": torch.zeros(size)}, packed=True) for size in (2, 3)]
+    notes = {**NO_NOTES, "num_collected": 1}
+    rows = tuple(
+        ManifestRow(Snapshot(i, i), 0, f"w{i}", f"k{i}", layout, notes)  # type: ignore[arg-type]
+        for i, layout in enumerate(layouts)
+    )
+    manifest = Manifest(rows=rows, kept=layouts[-1])
+    (tmp_path / MANIFEST).write_text(manifest.text())
+    assert [row.kept for row in Manifest.read(tmp_path).rows] == layouts

@@ -1,0 +1,21 @@
+"""The campaign: LAWA_FAULTS_SECONDS in all, LAWA_FAULTS_SEED; a short slice unless given."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from support.campaign import Campaign
+
+SLICE = 8.0  # seconds for all tests of the campaign together, as a part of `make test`
+
+
+@pytest.fixture
+def campaign(request: pytest.FixtureRequest) -> Iterator[Campaign]:
+    """This test's share of the time."""
+    items = [
+        item for item in request.session.items if "campaign" in getattr(item, "fixturenames", ())
+    ]
+    total = float(os.environ.get("LAWA_FAULTS_SECONDS", SLICE))
+    made = Campaign(total / len(items), int(os.environ.get("LAWA_FAULTS_SEED", "0")))
+    yield made
+    request.node.user_properties.append(("trials", made.trials))
