@@ -1,5 +1,6 @@
 """What the command prints: text from files and file names cannot control the terminal."""
 
+import contextlib
 import sys
 
 import click
@@ -36,5 +37,6 @@ def shortened(text: str) -> str:
 def tolerate_any_text() -> None:
     """Escape what the encoding of the output cannot express, such as names that are not UTF-8."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+        # Not every stream can: it may be closed, replaced, or a pipe that was opened for both ways.
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

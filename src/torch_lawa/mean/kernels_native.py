@@ -35,8 +35,8 @@ def library_name() -> str:
 
 @functools.cache
 def native_library() -> Any:
-    """The compiled library; None if it was not built or LAWA_KERNELS=numpy is set."""
-    if os.environ.get("LAWA_KERNELS", "") == "numpy" or sys.byteorder != "little":
+    """The compiled library; None if it was not built."""
+    if sys.byteorder != "little":
         return None
     try:
         library = ctypes.CDLL(str(_FOLDER / library_name()))
@@ -71,8 +71,8 @@ class CompiledPieces(Pieces):
 
     @staticmethod
     def available() -> bool:
-        """Whether the compiled library can be loaded."""
-        return native_library() is not None
+        """Whether the compiled library can be loaded, and LAWA_KERNELS=numpy is not set."""
+        return os.environ.get("LAWA_KERNELS", "") != "numpy" and native_library() is not None
 
     def __init__(self, length: int = PIECE) -> None:
         super().__init__(length)

@@ -27,6 +27,7 @@ from torch_lawa.checkpoints.storage.atomic import (
 )
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location, RemoteURL
 from torch_lawa.errors import LawaError, OutputError
+from torch_lawa.garbage import paused_garbage_collection
 from torch_lawa.mean.dtypes import DTYPES
 from torch_lawa.offline.matching import PlannedTensor
 from torch_lawa.offline.output_plan import Output
@@ -52,12 +53,13 @@ def lay_out(
     With `flushed`, other machines see the files before they write into them.
     """
     files = []
-    for shard in output.shards:
-        entries = [(t.written, t.target) for t in shard.tensors]
-        starts, size = lay_file(folder / shard.file, entries, metadata, flushed=flushed)
-        files.append(
-            LaidFile(shard.file, size, tuple((t, starts[t.written]) for t in shard.tensors))
-        )
+    with paused_garbage_collection():
+        for shard in output.shards:
+            entries = [(t.written, t.target) for t in shard.tensors]
+            starts, size = lay_file(folder / shard.file, entries, metadata, flushed=flushed)
+            files.append(
+                LaidFile(shard.file, size, tuple((t, starts[t.written]) for t in shard.tensors))
+            )
     return files
 
 

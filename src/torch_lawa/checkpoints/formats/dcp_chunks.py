@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Chunk", "ChunkedTensor", "find_problem"]
 
 _MAX_AXES = 8  # along which a tensor is cut; meshes of ranks have fewer dimensions
-_PATIENCE = 1_000_000  # comparisons of chunks, for the sake of a message
+_PATIENCE = 100_000  # comparisons of chunks, for the sake of a message
 
 
 @dataclass(frozen=True, slots=True)

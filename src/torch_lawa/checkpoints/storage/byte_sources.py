@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import io
 import os
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -115,23 +116,33 @@ class ReadSource(ByteSource):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("rb", buffering=0)
-        self.size = os.fstat(self._file.fileno()).st_size
+        self._file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        self._lock = threading.Lock()
+        self._close = weakref.finalize(self, os.close, self._file)
+        self.size = os.fstat(self._file).st_size
 
     def view(self, begin: int, end: int) -> "Bytes":
         found = np.empty(end - begin, dtype=np.uint8)
         done = 0
         while done < end - begin:
-            room = found.data[done:]
-            if not (count := os.preadv(self._file.fileno(), [room], begin + done)):
+            if not (count := self._read_into(found.data[done:], begin + done)):
                 raise FormatError(
                     f"{self._path}: was truncated while it was read. Try again when it is complete."
                 )
             done += count
         return found
 
+    def _read_into(self, room: memoryview, at: int) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self._file, [room], at)
+        with self._lock:  # Windows has no such call
+            os.lseek(self._file, at, os.SEEK_SET)
+            got = os.read(self._file, len(room))
+        room[: len(got)] = got
+        return len(got)
+
     def close(self) -> None:
-        self._file.close()
+        self._close()
 
 
 class RemoteSource(ByteSource):

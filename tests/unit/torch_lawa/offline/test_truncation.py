@@ -25,13 +25,15 @@ from torch_lawa.offline.options import AverageOptions
 from torch_lawa.offline.sweep import sweep_checkpoints
 
 needs_guard = pytest.mark.skipif(native_library() is None, reason="the kernels were not built")
-ROUTES = [pytest.param("guarded", marks=needs_guard), "read"]
+ROUTES = [pytest.param("guarded", marks=needs_guard), "read", "read without preadv"]
 
 
 @pytest.fixture(params=ROUTES)
 def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "read":
+    if request.param != "guarded":
         monkeypatch.setattr(byte_sources, "native_library", lambda: None)
+    if request.param == "read without preadv":
+        monkeypatch.delattr(os, "preadv")
     return str(request.param)
 
 
@@ -103,12 +105,12 @@ def test_a_view_of_a_truncated_file(tmp_path: Path, route: str) -> None:
     path = tmp_path / "bytes"
     path.write_bytes(bytes(range(1, 201)) * 100)
     source = LocalPath(tmp_path).child("bytes").open()
-    assert isinstance(source, ReadSource if route == "read" else GuardedSource)
+    assert isinstance(source, GuardedSource if route == "guarded" else ReadSource)
     assert source.size == 20_000
     assert source.view(195, 205).tolist() == [196, 197, 198, 199, 200, 1, 2, 3, 4, 5]
     assert find_damaged([path]) == []
     os.truncate(path, 100)
-    if route == "read":
+    if route != "guarded":
         with pytest.raises(FormatError, match="truncated while it was read"):
             source.view(50, 150)
     else:
