@@ -1,0 +1,140 @@
+"""Damaged checkpoints of every format: a clear error or a result, never a traceback or a remnant.
+
+A trial damages one input of an average: bytes are flipped, cut off, inserted, repeated or replaced
+by large numbers. What can still be read may be averaged; anything else must end in a `LawaError`
+that names the file, in bounded time, without code being executed and without an output left over.
+"""
+
+import contextlib
+import itertools
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from support.campaign import Campaign
+
+from torch_lawa import average_checkpoints, inspect_checkpoint
+from torch_lawa.errors import LawaError
+
+pytestmark = pytest.mark.faults
+
+SECONDS = 10.0  # for one trial; a sound one takes milliseconds
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "layer.weight": torch.randn(6, 5, generator=generator),
+        "layer.half": torch.randn(7, generator=generator).to(torch.bfloat16),
+        "count": torch.tensor([3, 4]),
+        "empty": torch.zeros(0, 2),
+    }
+
+
+def write_safetensors(path: Path, seed: int) -> None:
+    save_file(tensors(seed), path / "model.safetensors", metadata={"step": str(seed)})
+
+
+def write_sharded(path: Path, seed: int) -> None:
+    names = {}
+    for number, (name, tensor) in enumerate(tensors(seed).items()):
+        file = f"model-{number + 1:05d}-of-00004.safetensors"
+        save_file({name: tensor}, path / file)
+        names[name] = file
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    (path / "config.json").write_text(json.dumps({"model_type": "toy"}))
+
+
+def write_torch(path: Path, seed: int) -> None:
+    torch.save({"model": tensors(seed), "step": seed}, path / "model.pt")
+
+
+def write_legacy(path: Path, seed: int) -> None:
+    torch.save(tensors(seed), path / "model.pt", _use_new_zipfile_serialization=False)
+
+
+def write_distributed(path: Path, seed: int) -> None:
+    dcp.save(tensors(seed), checkpoint_id=path / "dcp", no_dist=True)
+
+
+def write_adapter(path: Path, seed: int) -> None:
+    lora = {f"base.{n}.lora_A.weight": t for n, t in tensors(seed).items() if t.ndim == 2}
+    save_file(lora, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2}))
+
+
+WRITERS: dict[str, Callable[[Path, int], None]] = {
+    "safetensors": write_safetensors,
+    "sharded": write_sharded,
+    "torch": write_torch,
+    "legacy": write_legacy,
+    "distributed": write_distributed,
+    "adapter": write_adapter,
+}
+LARGE = [b"\xff" * 8, (2**62).to_bytes(8, "little"), b"9" * 40, b"\x00" * 16, b'"' * 3, b"[" * 300]
+
+
+def damaged(data: bytes, chance: random.Random) -> bytes:
+    """The bytes with one to three things wrong."""
+    for _ in range(chance.randint(1, 3)):
+        at = chance.randrange(len(data)) if data else 0
+        length = min(len(data) - at, chance.choice([1, 1, 2, 8, 64]))
+        kind = chance.choice(["flip", "cut", "insert", "repeat", "large", "zero", "drop"])
+        if kind == "flip" and data:
+            flipped = data[at] ^ (1 << chance.randrange(8))
+            data = data[:at] + bytes([flipped]) + data[at + 1 :]
+        elif kind == "cut":
+            data = data[:at]
+        elif kind == "insert":
+            data = data[:at] + chance.randbytes(length) + data[at:]
+        elif kind == "repeat":
+            data = data[:at] + data[at : at + length] * chance.randint(2, 50) + data[at + length :]
+        elif kind == "large":
+            new = chance.choice(LARGE)
+            data = data[:at] + new + data[at + len(new) :]
+        elif kind == "zero":
+            data = data[:at] + bytes(length) + data[at + length :]
+        elif kind == "drop":
+            data = data[:at] + data[at + length :]
+    return data
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_damaged_checkpoints(name: str, campaign: Campaign, tmp_path: Path) -> None:
+    sound, trial, outputs = (tmp_path / part for part in ("sound", "trial", "outputs"))
+    for seed in (1, 2):
+        (sound / str(seed)).mkdir(parents=True)
+        WRITERS[name](sound / str(seed), seed)
+    chance = random.Random(f"{name} {campaign.seed}")
+    refused = 0
+    for number in campaign.until_time_is_up(itertools.count()):
+        shutil.rmtree(trial, ignore_errors=True)
+        shutil.rmtree(outputs, ignore_errors=True)
+        shutil.copytree(sound, trial)
+        outputs.mkdir()
+        victim = chance.choice(sorted(p for p in (trial / "2").rglob("*") if p.is_file()))
+        victim.write_bytes(damaged(victim.read_bytes(), chance))
+        inputs = [_checkpoint(trial / seed) for seed in ("1", "2")]
+        began = time.monotonic()
+        try:
+            average_checkpoints(inputs, outputs / f"averaged{inputs[0].suffix}")
+        except LawaError as error:
+            refused += 1
+            assert str(error)
+            assert not list(outputs.iterdir()), f"trial {number}"
+        with contextlib.suppress(LawaError):
+            inspect_checkpoint(inputs[1])
+        assert time.monotonic() - began < SECONDS, f"trial {number}: {victim.name}"
+    assert refused
+
+
+def _checkpoint(folder: Path) -> Path:
+    inner = [path for path in folder.iterdir() if path.suffix == ".pt" or path.name == "dcp"]
+    return inner[0] if inner else folder
