@@ -120,7 +120,9 @@ def test_a_rank_that_hangs_is_named(found: list[dict[str, Any]]) -> None:
         for name, location in locations.items():
             assert said[name].startswith(f"{late}{location}"), said[name]
         assert "Rank 1 was last at averager.step, call 2 (pid " in said["batch norm"]
-        assert "ranks 0, 2 at averager.step, call 3" in said["different"]
+        assert (
+            "ranks 0, 2 at averager.step, call 2" in said["different"]
+        )  # the failed one does not count
         assert "rank 1 at recalibrate_batch_norm of 1 layers" in said["different"]
 
 

@@ -348,7 +348,9 @@ def test_rows_of_a_manifest_may_have_kept_tensors_of_other_shapes(tmp_path: Path
     layouts = [FlatLayout.of({"n": torch.zeros(size)}, packed=True) for size in (2, 3)]
     notes = {**NO_NOTES, "num_collected": 1}
     rows = tuple(
-        ManifestRow(Snapshot(i, i), 0, f"w{i}", f"k{i}", layout, notes)  # type: ignore[arg-type]
+        ManifestRow(
+            Snapshot(i, i), 0, f"window-{i}.safetensors", f"kept-{i}.safetensors", layout, notes
+        )  # type: ignore[arg-type]
         for i, layout in enumerate(layouts)
     )
     manifest = Manifest(rows=rows, kept=layouts[-1])
