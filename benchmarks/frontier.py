@@ -45,8 +45,10 @@ class Study:
 
     recipe: str
     budgets: tuple[float, ...]
+    evaluate_at: tuple[float, ...]  # epochs, beside `nu` or `evaluate_every`
     free: dict[str, Any]  # settings of Schedule-Free runs
-    landings: tuple[tuple[float, str], ...]
+    landings: tuple[tuple[float, str], ...]  # of constant-rate runs
+    landed: tuple[float, ...]  # at these budgets
     shared: dict[str, Any]  # settings of every run
     anytime: dict[str, Any]  # of constant-rate runs
     smoke: dict[str, Any]
@@ -56,8 +58,10 @@ STUDIES = {
     "decoder": Study(
         recipe="wikipedia-decoder",
         budgets=(0.25, 0.5, 1),
+        evaluate_at=(0.25, 0.5, 1),
         free={"optimizer": "schedule-free-adamw"},
         landings=((0.2, "linear"), (0.2, "1-sqrt"), (0.1, "linear")),
+        landed=(0.25, 0.5, 1),
         shared={"evaluation_tokens": 2**17, "quantize": (8, 4), "nu": 500},
         anytime={
             "methods": (
@@ -69,19 +73,22 @@ STUDIES = {
     "cifar100": Study(
         recipe="cifar100-resnet34",
         budgets=(30, 60, 100, 200),
+        evaluate_at=(25, 30, 60, 75, 85, 95, 100, 200),
         free={"optimizer": "schedule-free-sgd", "warmup_steps": 1000},
-        landings=((0.2, "linear"), (0.1, "linear")),
+        landings=((0.2, "linear"),),
+        landed=(30, 60, 100),
         shared={
             "horizon": 0.25, "ks": (16, 8, 4), "coefficients": ("uniform",),
-            "batch_norm": ("re-estimated",), "batch_norm_batches": 40, "evaluate_every": 5,
+            "batch_norm": ("re-estimated",), "batch_norm_batches": 20, "variants_every": 1,
+            "evaluate_every": 10,
         },
         anytime={
             "methods": (
-                "dense:0.25:8", "dense:0.5:8", "horizon:0.25:32", "ema:0.999", "ema:0.9999",
-                "growing-ema:0.25", "growing-ema:0.1", "swa:4000",
+                "dense:0.25:8", "dense:0.5:8", "ema:0.999", "ema:0.9999", "growing-ema:0.25",
+                "swa:4000",
             ),
         },
-        smoke={"evaluate_every": 1, "batch_norm_batches": 2},
+        smoke={"evaluate_every": 1, "batch_norm_batches": 2, "warmup_steps": 0},
     ),
 }  # fmt: skip
 
@@ -100,17 +107,16 @@ def plan_run(study: Study, name: str, data: Path, out: Path, *, smoke: bool) -> 
     settings = {
         **(recipe.smoke_values if smoke else {}),
         **study.shared,
-        **(study.smoke if smoke else {}),
         "learning_rate": float(rate),
         "schedule": kind if kind in ("linear", "cosine") else "constant",
         "epochs": _number(float(epochs)) if epochs else max(study.budgets),
         **(study.anytime if kind == "constant" else {}),
-        **({"evaluate_at": study.budgets} if kind in ("constant", "free") else {}),
+        **({"evaluate_at": study.evaluate_at} if kind in ("constant", "free") else {}),
         **(study.free if kind == "free" else {}),
-        **({"held_out": 5000} if held_out and not smoke else {}),
+        **({"held_out": 5000, "methods": ()} if held_out and not smoke else {}),
     }
     if smoke:
-        settings |= {"epochs": max(1, settings["epochs"] // 25), "evaluate_at": ()}
+        settings |= {**study.smoke, "epochs": max(1, settings["epochs"] // 25), "evaluate_at": ()}
     plan = RunPlan(config=recipe(**settings), seed=int(seed or 0), data=str(data), smoke=smoke)
     folder = RunFolder(out / name, if_used="overwrite")
     if kind != "constant" or held_out:
@@ -119,11 +125,12 @@ def plan_run(study: Study, name: str, data: Path, out: Path, *, smoke: bool) -> 
 
 
 def _landings(study: Study, trunk: RunPlan, path: Path) -> Any:
-    for budget in study.budgets:
+    budgets = [budget for budget in study.landed if budget <= trunk.config.epochs]
+    for budget in budgets or [trunk.config.epochs]:
         for land, shape in study.landings:
             config = dataclasses.replace(
                 trunk.config,
-                epochs=min(_number(budget), trunk.config.epochs),
+                epochs=_number(budget),
                 land=land,
                 land_shape=shape,  # type: ignore[arg-type]
                 evaluate_every=10**6,  # at the end only

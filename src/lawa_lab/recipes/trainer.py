@@ -254,6 +254,7 @@ class Trainer:
     def averaged(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The first average, BatchNorm statistics re-estimated, and the metadata of its file."""
         k, rule = _averages(self.config)[0]
+        k = min(k, len(self.averager))  # with a horizon, a short run may have fewer
         with self.averager.swapped_into(self.model, k, coefficients=rule):
             with self.autocast():
                 recalibrate_batch_norm(self.model, self.task.calibration())
@@ -376,6 +377,12 @@ class Trainer:
                 f"batch_size={config.batch_size}: not a multiple of the {world_size} processes."
             )
         num_snapshots = self.schedule.expected(range(1, self.num_steps + 1))
+        if num_snapshots == 0 and config.horizon is not None:
+            raise ConfigError(
+                f"epochs={config.epochs:g}: the run ends before its warm-up of "
+                f"{config.warmup_steps} steps, so nothing would be averaged. Train longer, or "
+                "lower --warmup-steps."
+            )
         short = num_snapshots is not None and num_snapshots < max(config.ks)
         if short and config.horizon is None:  # a growing window is read before it is full
             raise ConfigError(

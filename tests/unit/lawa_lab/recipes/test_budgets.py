@@ -99,6 +99,16 @@ def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any]) -> None:
         find_recipe("digits")(**{"schedule": "cosine", **changes})
 
 
+def test_a_run_shorter_than_its_window_averages_what_it_has(tmp_path: Path) -> None:
+    plan = smoke_plan("digits", horizon=0.5, ks=(16, 8), epochs=0.1)
+    assert run(plan, tmp_path / "short").finished
+    with pytest.raises(ConfigError, match="warm-up"):
+        run(
+            smoke_plan("digits", horizon=0.5, warmup_steps=100, epochs=0.1),
+            tmp_path / "in-warm-up",
+        )
+
+
 def test_schedule_free_resumes_bit_for_bit(tmp_path: Path) -> None:
     pytest.importorskip("schedulefree")
     plan = smoke_plan("digits", optimizer="schedule-free-sgd", schedule="constant", epochs=2)
