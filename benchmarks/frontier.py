@@ -60,12 +60,14 @@ STUDIES = {
         budgets=(0.25, 0.5, 1),
         evaluate_at=(0.25, 0.5, 1),
         free={"optimizer": "schedule-free-adamw"},
-        landings=((0.2, "linear"), (0.2, "1-sqrt"), (0.1, "linear")),
+        landings=((0.2, "linear"), (0.1, "linear")),
         landed=(0.25, 0.5, 1),
         shared={"evaluation_tokens": 2**17, "quantize": (8, 4), "nu": 500},
         anytime={
             "methods": (
-                "dense:0.1:8", "dense:0.2:8", "horizon:0.2:8:0.3", "ema:0.99", "growing-ema:0.1",
+                "dense:0.1:8", "dense:0.2:8", "dense:0.25:16", "horizon:0.2:8:0.3",
+                "horizon:0.1:8:0.89", "horizon:0.25:16:0.94", "ema:0.99", "growing-ema:0.1",
+                "growing-ema:0.05",
             ),
         },
         smoke={"nu": 30},
@@ -73,10 +75,10 @@ STUDIES = {
     "cifar100": Study(
         recipe="cifar100-resnet34",
         budgets=(30, 60, 100, 200),
-        evaluate_at=(25, 30, 60, 75, 85, 95, 100, 200),
+        evaluate_at=(30, 60, 85, 95, 100, 200),
         free={"optimizer": "schedule-free-sgd", "warmup_steps": 1000},
         landings=((0.2, "linear"),),
-        landed=(30, 60, 100),
+        landed=(60, 100),
         shared={
             "horizon": 0.25, "ks": (16, 8, 4), "coefficients": ("uniform",),
             "batch_norm": ("re-estimated",), "batch_norm_batches": 20, "variants_every": 1,
@@ -84,8 +86,8 @@ STUDIES = {
         },
         anytime={
             "methods": (
-                "dense:0.25:8", "dense:0.5:8", "ema:0.999", "ema:0.9999", "growing-ema:0.25",
-                "swa:4000",
+                "dense:0.25:8", "dense:0.5:8", "horizon:0.25:16:0.94", "ema:0.999",
+                "growing-ema:0.25", "growing-ema:0.1",
             ),
         },
         smoke={"evaluate_every": 1, "batch_norm_batches": 2, "warmup_steps": 0},

@@ -44,6 +44,11 @@ class RunningAverage:
         return self._kind
 
     @property
+    def num_steps(self) -> int:
+        """How many steps have been averaged."""
+        return self._num_steps
+
+    @property
     def ready(self) -> bool:
         """Whether a step has been counted."""
         return self._num_steps > 0

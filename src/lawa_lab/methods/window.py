@@ -4,11 +4,15 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lawa_lab.methods.running_average import RunningAverage
 from torch_lawa.averager import LatestWeightAverager
+from torch_lawa.coefficients import Explicit
+from torch_lawa.shards import local
 from torch_lawa.stores.memory import DeviceStore
+from torch_lawa.swap import swapped
 
 __all__ = ["DenseWindow", "WindowMethod"]
 
@@ -54,12 +58,16 @@ class WindowMethod:
 
 
 class DenseWindow(WindowMethod):
-    """A window whose snapshots are the means of all steps since the snapshot before."""
+    """A window over every step: each snapshot is the mean of the steps since the one before.
+
+    The steps since the newest snapshot count as well, so the average is never behind the run.
+    """
 
     def __init__(self, model: nn.Module, *, k: int, share: float, kind: str) -> None:
         super().__init__(model, k=k, share=share, blend=1.0, kind=kind)
         self._mean = RunningAverage(model, lambda step: 1.0 / step, kind=kind)
         self._num_steps = 0
+        self._lengths: list[int] = []  # how many steps each snapshot of the window is the mean of
 
     def step(self, model: nn.Module, *, loss: float | None = None) -> bool:
         """Add a step to the mean; store the mean as a snapshot if one is due."""
@@ -68,14 +76,40 @@ class DenseWindow(WindowMethod):
         due = self._window.schedule.due(self._num_steps)
         if due:
             self._window.collect(self._mean.average(), step=self._num_steps)
+            self._lengths = [*self._lengths, self._mean.num_steps][-self._window.k :]
             self._mean.restart()
         return due
+
+    def swapped_into(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Swap in the mean of all steps of the window."""
+        mean = self.average()
+        targets = {name: p.detach() for name, p in model.named_parameters() if name in mean}
+
+        @torch.no_grad()
+        def write() -> None:
+            for name, target in targets.items():
+                local(target).copy_(local(mean[name]))
+
+        return swapped(model, targets, write)
+
+    @torch.no_grad()
+    def average(self) -> dict[str, Tensor]:
+        """The mean of all steps of the window."""
+        lengths = self._lengths[-self._window.num_averaged :]
+        mean = self._window.average(coefficients=Explicit(lengths))
+        newest = self._mean.num_steps
+        if newest:
+            share = newest / (newest + sum(lengths))
+            for name, tensor in self._mean.average().items():
+                local(mean[name]).lerp_(local(tensor), share)
+        return mean
 
     def state_dict(self) -> dict[str, Any]:
         """The window's, and the mean since its newest snapshot."""
         return {
             "window": super().state_dict(),
             "mean": self._mean.state_dict(),
+            "lengths": list(self._lengths),
             "num_steps": self._num_steps,
         }
 
@@ -83,4 +117,5 @@ class DenseWindow(WindowMethod):
         """Resume from a saved state."""
         super().load_state_dict(state["window"])
         self._mean.load_state_dict(state["mean"])
+        self._lengths = [int(length) for length in state["lengths"]]
         self._num_steps = int(state["num_steps"])

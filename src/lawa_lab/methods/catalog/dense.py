@@ -17,7 +17,7 @@ __all__ = ["Dense"]
 @register_method
 @dataclass(frozen=True)
 class Dense(Method):
-    """The window of `horizon`, but each snapshot is the mean of the steps since the one before.
+    """The window of `horizon`, but over every step: snapshots are means of the steps between them.
 
     It costs one more copy of the weights and an update per step, as an EMA does.
     """
