@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from torch_lawa import averager_state
-from torch_lawa.coefficients import Blend, Coefficients, Uniform, blended
-from torch_lawa.errors import ConfigError, StateError
+from torch_lawa.coefficients import Coefficients, Uniform, blended
+from torch_lawa.errors import StateError
 from torch_lawa.mutex import one_at_a_time
 from torch_lawa.ranks.agreement import check_same_call, check_same_decision
-from torch_lawa.schedule import Every, Horizon, Schedule, choose_schedule
+from torch_lawa.schedule import Every, Horizon, Schedule, check_window, choose_schedule
 from torch_lawa.selection import BufferRule, FrozenRule, Selector, live_tensors
 from torch_lawa.stores.base import Counters, Snapshot, Store
 from torch_lawa.stores.memory import DeviceStore, HostStore
@@ -100,15 +100,17 @@ class LatestWeightAverager:
             default at every call. The averager works with a copy of it.
         horizon: Instead of a schedule: the share of the steps so far, such as 1/4, that the window
             spans with its `k` snapshots, however long the run will be (see `Horizon`).
+        samples: How many collected weights make up a snapshot, which is their mean. `samples=16`
+            averages 16 times as many points of the run, also those since the newest snapshot, for
+            one more copy of the weights in memory (float32, on the model's device).
         min_snapshots: How many snapshots an average needs; `k` by default, as in the paper, and 1
             with a horizon. `min_snapshots=1` averages whatever was collected, from the first
             snapshot on.
         store: Where snapshots are kept: "host" memory (filled asynchronously from a GPU), the
             model's "device", or a `DiskStore(folder)`.
         storage_dtype: Store snapshots in `torch.bfloat16` or `torch.float16` to halve their memory.
-            Each stored value is then rounded, by up to 0.4 % in bfloat16 (2**-8) and 0.05 % in
-            float16 (2**-11, up to 65,504); the error of the mean of k is about 1/sqrt(k) of that.
-            Sums are float64 in any case.
+            This rounds values by up to 0.4 % (2**-8) and 0.05 % (2**-11, up to 65,504); the error
+            of the mean of k is about 1/sqrt(k) of that. Sums are float64 in any case.
         buffers: Floating-point buffers, such as BatchNorm statistics: from the "newest" snapshot,
             or "average" them. Use `recalibrate_batch_norm` to re-estimate them.
         frozen: Parameters that do not require gradients: "keep" one copy, from the newest
@@ -132,6 +134,7 @@ class LatestWeightAverager:
         blend: float | None = None,
         schedule: Schedule | None = None,
         horizon: float | None = None,
+        samples: int = 1,
         min_snapshots: int | None = None,
         store: Literal["host", "device"] | Store = "host",
         storage_dtype: torch.dtype | None = None,
@@ -141,8 +144,8 @@ class LatestWeightAverager:
         exclude: str | Sequence[str] = (),
         _sliding: Sliding = "auto",
     ) -> None:
-        k = whole_number("k", k, least=1)
-        schedule = choose_schedule(schedule, horizon, k)
+        k, samples = whole_number("k", k, least=1), whole_number("samples", samples, least=1)
+        schedule = choose_schedule(schedule, horizon, k * samples)
         least = 1 if isinstance(schedule, Horizon) else k
         least = least if min_snapshots is None else min_snapshots
         self._min_snapshots = whole_number("min_snapshots", least, least=1, most=k)
@@ -159,23 +162,12 @@ class LatestWeightAverager:
         # A copy: a schedule counts calls, and the same object may be given to two averagers.
         self._schedule: Schedule = Every(1) if schedule is None else copy.deepcopy(schedule)
         check_kind("schedule", self._schedule, "due", "Every(n) or OnPlateau()")
-        if isinstance(schedule, Horizon) and schedule.k > k:
-            raise ConfigError(
-                f"{schedule} spreads {schedule.k} snapshots over its share of the run, but the "
-                f"window holds k={k}: give both the same k."
-            )
-        expected = self._schedule.expected()
-        if expected is not None and expected < self._min_snapshots:
-            raise ConfigError(
-                f"the schedule {self._schedule} takes {expected} snapshots in the whole run, but "
-                f"an average needs {self._min_snapshots}. Collect more often, start earlier, lower "
-                "k, or set min_snapshots=1."
-            )
+        check_window(self._schedule, k, samples, self._min_snapshots)
         self._select = Selector(buffers=buffers, frozen=frozen, include=include, exclude=exclude)
         self._lock, self._num_steps = threading.RLock(), 0
-        self._window = Window(store, k, storage_dtype, _sliding)
-        self._ranks_agreed = False  # whether the ranks of a sharded model have been compared
-        self._slots = False  # whether `state_dict` has a slot for every snapshot of the window
+        self._window = Window(store, k, storage_dtype, _sliding, samples)
+        self._ranks_agreed = False  # whether those of a sharded model have been compared
+        self._slots = False  # whether `state_dict` has a slot for every snapshot
         if self._window.found is not None:
             self._take_counters(self._window.found)
 
@@ -183,6 +175,11 @@ class LatestWeightAverager:
     def k(self) -> int:
         """How many snapshots a full window holds."""
         return self._window.k
+
+    @property
+    def samples(self) -> int:
+        """How many collected weights make up a snapshot."""
+        return self._window.samples
 
     @property
     def min_snapshots(self) -> int:
@@ -242,6 +239,7 @@ class LatestWeightAverager:
             "k": self.k,
             "coefficients": self._coefficients,
             "schedule": self._schedule,
+            "samples": self.samples,
             "min_snapshots": self._min_snapshots,
             "store": self._window.store,
             "storage_dtype": self._window.storage_dtype,
@@ -328,12 +326,11 @@ class LatestWeightAverager:
         """
         check_float(dtype)
         n = self._window_size(k)
-        weights = self._rule(coefficients).weights(n)
         with ordinary_mode():
             home = device or ("cpu" if self._window.on_host else None)
             out = self._window.averaged.allocate(dtype, home)
             out.update(self._window.kept.allocate(None, home))
-            self._window.mean_into(out, n, weights)
+            self._window.mean_into(out, n, self._rule(coefficients))
             for name, sharding in self._window.shardings.items():
                 out[name] = sharding.whole(out[name])
         out.update({alias: out[name] for alias, name in self._window.ties.items() if name in out})
@@ -361,11 +358,11 @@ class LatestWeightAverager:
         # Names that were tied when they were collected, but are separate tensors in this model.
         untied = {a: name for a, name in window.ties.items() if a in live and name in used}
         rule = self._rule(coefficients)
-        weights = rule.live_weights(n) if isinstance(rule, Blend) else rule.weights(n)
+        rule.weights(n)  # raises if there are too few explicit weights
 
         def write() -> None:
-            with self._lock:
-                window.mean_into(used, self._window_size(n), weights)  # may have been reset since
+            with self._lock:  # it may have been reset since
+                window.mean_into(used, self._window_size(n), rule, live=True)
             for alias, name in untied.items():
                 live[alias].copy_(used[name])
 
@@ -446,8 +443,7 @@ class LatestWeightAverager:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state; nothing changes if it cannot be loaded.
 
-        `k`, store and storage dtype may differ from those it was saved with: the newest snapshots
-        that fit are taken.
+        `k`, store and storage dtype may differ: the newest snapshots that fit are taken.
         """
         saved = averager_state.unpack(state)
         kind = type(self._schedule).__name__
@@ -461,7 +457,12 @@ class LatestWeightAverager:
             self._schedule.load_state_dict(saved.counters["schedule"])
             with ordinary_mode():
                 self._window.load(
-                    saved.contents, saved.dtypes, saved.ties, saved.excluded, saved.counters
+                    saved.contents,
+                    saved.dtypes,
+                    saved.ties,
+                    saved.excluded,
+                    saved.counters,
+                    saved.block,
                 )
             self._take_counters(saved.counters)
         except BaseException:

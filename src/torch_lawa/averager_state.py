@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_lawa.block_mean import Block, summed_dtype
 from torch_lawa.errors import StateError
 from torch_lawa.shards import local
 from torch_lawa.stores.base import Content, Counters, Snapshot
@@ -36,11 +37,12 @@ class Saved:
     dtypes: dict[str, torch.dtype]
     ties: dict[str, str]
     excluded: tuple[str, ...]
+    block: Block | None
 
 
 def pack(counters: Counters, window: Window) -> dict[str, Any]:
     """The list form: named tensors per snapshot, for any layout, device or store."""
-    contents = window.contents()
+    contents, block = window.contents(), window.sampled()
     return {
         "version": _LIST,
         "k": window.k,
@@ -53,6 +55,7 @@ def pack(counters: Counters, window: Window) -> dict[str, Any]:
         "dtypes": _dtype_names(window),
         "ties": dict(window.ties),
         "excluded": list(window.excluded),
+        **({"block": dict(vars(block))} if block is not None else {}),
     }
 
 
@@ -67,12 +70,14 @@ def pack_slots(counters: Counters, window: Window) -> dict[str, Any]:
         parts = window.shardings
         return {n: parts[n].whole(t) if n in parts else t for n, t in tensors.items()}
 
+    block = window.sampled()
     notes = {
         "counters": counters,
         "snapshots": [[c.snapshot.index, c.snapshot.step] for c in contents],
         "dtypes": _dtype_names(window),
         "ties": dict(window.ties),
         "excluded": list(window.excluded),
+        **({"block": [block.count, block.step]} if block is not None else {}),
     }
     return {
         "version": _SLOTS,
@@ -80,7 +85,17 @@ def pack_slots(counters: Counters, window: Window) -> dict[str, Any]:
         "notes": json.dumps(notes),
         "slots": {str(age): whole(tensors) for age, tensors in enumerate(slots)},
         "kept": whole(newest),
+        **({} if window.block is None else {"block": whole(_total(window, block))}),
     }
+
+
+def _total(window: Window, block: Block | None) -> dict[str, Tensor]:
+    """The sum of a block, or zeros of its form."""
+    if block is not None:
+        return block.total
+    own = {name: dtype for name, (_, dtype) in window.averaged.signature().items()}
+    zeros = window.averaged.zeros()
+    return {name: t.to(summed_dtype(own[name])) for name, t in zeros.items()}
 
 
 def _dtype_names(window: Window) -> dict[str, str]:
@@ -113,12 +128,26 @@ def unpack(state: Mapping[str, Any]) -> Saved:
             Content(Snapshot(int(row["index"]), int(row["step"])), dict(row["tensors"]), kept)
             for row in rows
         ]
+        block = _block(state, notes)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StateError(
             f"the saved averager state is damaged ({error!r}): load the checkpoint again."
         ) from None
-    _check_tensors(contents, dtypes, kept)
-    return Saved(counters, contents, dtypes, ties, excluded)
+    _check_tensors(contents, dtypes, kept, block)
+    return Saved(counters, contents, dtypes, ties, excluded, block)
+
+
+def _block(state: Mapping[str, Any], notes: Mapping[str, Any]) -> Block | None:
+    """The samples after the newest snapshot; those of the slots form have their facts in notes."""
+    if not notes.get("block"):
+        return None
+    if state is notes:
+        count, step, total = (state["block"][name] for name in ("count", "step", "total"))
+    else:
+        (count, step), total = notes["block"], state["block"]
+    if int(count) < 1:
+        raise ValueError("a block without samples")
+    return Block(int(count), int(step), {str(n): local(tensor) for n, tensor in total.items()})
 
 
 def pickled(averager: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
@@ -161,7 +190,10 @@ def _rows(snapshots: list[Any], slots: Mapping[str, Mapping[str, Tensor]]) -> li
 
 
 def _check_tensors(
-    contents: list[Content], dtypes: dict[str, torch.dtype], kept: dict[str, Tensor]
+    contents: list[Content],
+    dtypes: dict[str, torch.dtype],
+    kept: dict[str, Tensor],
+    block: Block | None,
 ) -> None:
     for content in contents:
         where = f"the saved snapshot of step {content.snapshot.step}"
@@ -177,6 +209,14 @@ def _check_tensors(
                     f"{where}: tensor {name!r} has another shape than in the oldest snapshot. Load "
                     "the checkpoint again."
                 )
+    if block is not None and (
+        set(block.total) != set(dtypes)
+        or not all(isinstance(tensor, Tensor) for tensor in block.total.values())
+    ):
+        raise StateError(
+            "the saved samples after the newest snapshot have other tensors than the snapshots. "
+            "Load the checkpoint again."
+        )
     for name, value in kept.items():
         if not isinstance(value, Tensor):
             raise StateError(f"{name!r} in the saved averager state is not a tensor.")

@@ -41,6 +41,7 @@ __all__ = [
     "Schedule",
     "check_share",
     "check_start",
+    "check_window",
     "choose_schedule",
     "name_schedule",
     "num_within",
@@ -370,6 +371,23 @@ def choose_schedule(schedule: Schedule | None, horizon: float | None, k: int) ->
         )
     check_share("horizon", horizon)
     return Horizon(horizon, k)
+
+
+def check_window(schedule: Schedule, k: int, samples: int, min_snapshots: int) -> None:
+    """Refuse a schedule that does not fit a window of k snapshots, of so many samples each."""
+    if isinstance(schedule, Horizon) and schedule.k > k * samples:
+        window = f"k={k}" if samples == 1 else f"k * samples = {k * samples}"
+        raise ConfigError(
+            f"{schedule} spreads {schedule.k} snapshots over its share of the run, but the window "
+            f"holds {window}: give both the same number."
+        )
+    expected = schedule.expected()
+    if expected is not None and expected // samples < min_snapshots:
+        raise ConfigError(
+            f"the schedule {schedule} gives {expected // samples} snapshots in the whole run, but "
+            f"an average needs {min_snapshots}. Collect more often, start earlier, lower k or "
+            "samples, or set min_snapshots=1."
+        )
 
 
 def num_within(steps: Sequence[int], share: float) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lawa.coefficients import Weights
+from torch_lawa.block_mean import Block, BlockMean
+from torch_lawa.coefficients import Blend, Coefficients, Weights
 from torch_lawa.errors import ConfigError, LayoutError, NotReadyError
 from torch_lawa.selection import Selection, write_into
 from torch_lawa.shards import Sharding, fingerprint
@@ -40,9 +41,15 @@ class Window:
     """
 
     def __init__(
-        self, store: Store, k: int, storage_dtype: torch.dtype | None, sliding: Sliding
+        self,
+        store: Store,
+        k: int,
+        storage_dtype: torch.dtype | None,
+        sliding: Sliding,
+        samples: int = 1,
     ) -> None:
         self.k = k
+        self.block = BlockMean(samples) if samples > 1 else None
         self.store = store
         self.storage_dtype = storage_dtype
         self._mean = MeanReader(store, k, sliding)
@@ -89,6 +96,11 @@ class Window:
         return self.store.held.notes["num_collected"]
 
     @property
+    def samples(self) -> int:
+        """How many collected weights make up a snapshot."""
+        return 1 if self.block is None else self.block.size
+
+    @property
     def sliding(self) -> Sliding:
         """Whether means are read from sliding sums."""
         return self._mean.sliding
@@ -118,15 +130,31 @@ class Window:
         """The step labels of the snapshots, oldest first."""
         return [snapshot.step for snapshot in self.snapshots]
 
+    @property
+    def _key(self) -> object:
+        """Of the snapshot that samples are collected for."""
+        return self.identity, self.num_collected
+
+    @property
+    def num_sampled(self) -> int:
+        """How many samples were collected since the newest snapshot."""
+        return 0 if self.block is None else self.block.count(self._key)
+
+    @property
+    def newest_step(self) -> int | None:
+        """The label of what was collected last; None if nothing was."""
+        sampled = None if self.block is None else self.block.step(self._key)
+        return self.steps[-1] if sampled is None and self.snapshots else sampled
+
     def next_label(self, step: int | None, count: int) -> int:
         """The label of the next snapshot: `step`, or `count` if none is given. Labels increase."""
-        newest = self.steps[-1] if self.snapshots else None
+        newest = self.newest_step
         if step is None:
             return count if newest is None else max(count, newest + 1)
         label = whole_number("step", step)
         if newest is not None and label <= newest:
             raise ConfigError(
-                f"step={step} is not after step {newest}, the newest snapshot of the window. If "
+                f"step={step} is not after step {newest}, which was collected last. If "
                 "the run went back to an earlier checkpoint, load the averager state saved with "
                 "it, or call averager.reset()."
             )
@@ -154,18 +182,20 @@ class Window:
         return usual
 
     def put(self, snapshot: Snapshot, selection: Selection, counters: Counters) -> None:
-        """Take one snapshot of a model."""
+        """Take one snapshot of a model, or the sample that may complete one."""
         self.store.check_owner(self)
         bound = self._valid_bound()
         if bound is None or selection.version != bound.version:
             bound = self.bind(selection)
         tensors = selection.all()
-        content = Content(
-            snapshot,
-            {name: tensors[name] for name in bound.names[0]},
-            {name: tensors[name] for name in bound.names[1]},
-            bound.kept,
-        )
+        averaged = {name: tensors[name] for name in bound.names[0]}
+        if self.block is not None:
+            self.block.add(averaged, key=self._key, step=snapshot.step)
+            if self.num_sampled < self.block.size:
+                return
+            averaged = self.block.mean()
+        kept = {name: tensors[name] for name in bound.names[1]}
+        content = Content(snapshot, averaged, kept, bound.kept)
         self.store.put(content, self._notes(counters, bound))
 
     def bind(self, selection: Selection) -> _Bound:
@@ -174,7 +204,10 @@ class Window:
         if not self.snapshots:
             layouts = self._layouts(selection.averaged, selection.kept)
             if layouts != (self.averaged, self.kept):
+                sampled = self.num_sampled
                 self.store.open(*layouts, self.k)
+                if self.block is not None and sampled:  # before the first snapshot
+                    self.block.carry(self._key)
         else:
             before = self._shards
             if before and shards and before != shards:
@@ -199,14 +232,30 @@ class Window:
         self._bound = bound
         return bound
 
-    def mean_into(self, targets: Mapping[str, Tensor], n: int, weights: Weights) -> None:
+    def weights(self, n: int, rule: Coefficients) -> Weights:
+        """The weights of the `n` newest snapshots, and of the samples since then if there are any.
+
+        A blend has the newest snapshot as the live weights.
+        """
+        weights = rule.weights(n)
+        if self.block is None or not self.num_sampled or isinstance(rule, Blend):
+            return weights
+        return self.block.weights(weights, self._key)
+
+    def mean_into(
+        self, targets: Mapping[str, Tensor], n: int, rule: Coefficients, *, live: bool = False
+    ) -> None:
         """Write the mean of the `n` newest snapshots, and the kept tensors, into `targets`.
 
-        Kept tensors without a target are left out.
-        With n + 1 weights the present values of `targets` are averaged, too, as the last member.
+        Kept tensors without a target are left out. With `live`, the targets have the live weights
+        that a blend needs.
         """
         self.store.check_owner(self)
-        self._mean.read_into(targets, self.averaged, n, weights)
+        if live and isinstance(rule, Blend):
+            self._mean.read_into(targets, self.averaged, n, rule.live_weights(n))
+        else:
+            weights, last = self.weights(n, rule), self._last()
+            self._mean.read_into(targets, self.averaged, n, weights, last)
         for name, value in self.kept.views(self.store.kept_flats()).items():
             if name in targets:
                 write_into(targets[name], value)
@@ -216,7 +265,15 @@ class Window:
 
         It reads the snapshots as they are now: use it before the next one is collected.
         """
-        return self._mean.by_tensor(self.averaged, self.kept, n, weights)
+        return self._mean.by_tensor(self.averaged, self.kept, n, weights, self._last())
+
+    def sampled(self) -> Block | None:
+        """The samples since the newest snapshot; None if there are none."""
+        return None if self.block is None else self.block.saved(self._key)
+
+    def _last(self) -> dict[str, Tensor] | None:
+        block = self.sampled()
+        return None if block is None else block.total
 
     def contents(self) -> list[Content]:
         """Every snapshot as named views into the store, oldest first; all with the newest kept."""
@@ -232,14 +289,17 @@ class Window:
         ties: dict[str, str],
         excluded: tuple[str, ...],
         counters: Counters,
+        block: Block | None,
     ) -> None:
-        """Replace everything by saved contents, oldest first."""
+        """Replace everything by saved contents, oldest first, and the samples after them."""
         layouts = FlatLayout(()), FlatLayout(())
         if contents:
             newest = contents[-1]
             layouts = self._layouts(newest.averaged, newest.kept, dtypes)
         notes: Notes = {**counters, "ties": ties, "excluded": list(excluded), "shards": ""}
         self.store.refill(*layouts, self.k, contents[-self.k :], notes)
+        if self.block is not None and block is not None:
+            self.block.load(block, self._key)
 
     def clear(self, counters: Counters) -> None:
         """Drop every snapshot."""

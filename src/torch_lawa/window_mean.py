@@ -40,25 +40,28 @@ class MeanReader:
         store.keep_evicted = sliding is True
 
     def read_into(
-        self, targets: Mapping[str, Tensor], layout: FlatLayout, n: int, weights: Weights
+        self,
+        targets: Mapping[str, Tensor],
+        layout: FlatLayout,
+        n: int,
+        weights: Weights,
+        last: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Write the mean of the `n` newest snapshots into `targets`.
 
-        If there are n + 1 weights, the last is that of the values that `targets` have now.
+        If there are n + 1 weights, the last is that of the tensors `last`; by default those are the
+        values that `targets` have now.
         """
         self._forget_others(layout)
         if any(target.device.type == "cpu" for target in targets.values()):
             warn_if_flushing()
         used = self._store.snapshots[-n:]
         ids = tuple(snapshot.index for snapshot in used)
-        live = None
-        if len(weights.numerators) > n:  # the snapshots are only added up here
-            live = _LiveTerm(weights.numerators[n], weights.divisor)
-            weights = Weights(weights.numerators[:n], 1.0)
-        slide = live is None and self._may_slide(ids, weights)
+        weights, term = _split(weights, n)
+        slide = term is None and self._may_slide(ids, weights)
         finite: list[Tensor] = []
         for i, group in enumerate(layout.groups):
-            writer = _BlockWriter(group, targets, live)
+            writer = _BlockWriter(group, targets, term, targets if last is None else last)
             if slide and SlidingSum.supports(group.stored):
                 blocks = self._slid(i, ids)
             else:
@@ -78,11 +81,17 @@ class MeanReader:
             self._warn_not_finite(used, layout)
 
     def by_tensor(
-        self, averaged: FlatLayout, kept: FlatLayout, n: int, weights: Weights
+        self,
+        averaged: FlatLayout,
+        kept: FlatLayout,
+        n: int,
+        weights: Weights,
+        last: Mapping[str, Tensor] | None = None,
     ) -> "TensorMeans":
         """The mean of the `n` newest snapshots and the kept tensors, made one by one.
 
-        It reads the snapshots as they are now: use it before the next one is collected.
+        It reads the snapshots, and `last` if there are n + 1 weights, as they are now: use it
+        before the next one is collected.
         """
         self._forget_others(averaged)
         warn_if_flushing()
@@ -94,6 +103,7 @@ class MeanReader:
             self._store.kept_flats(),
             weights,
             lambda: self._warn_not_finite(used, averaged),
+            last or {},
         )
 
     def _forget_others(self, layout: FlatLayout) -> None:
@@ -157,7 +167,8 @@ class TensorMeans:
     """Makes single tensors of an average, with the same bits as in the whole of it.
 
     `snapshots` has the flat buffers of each snapshot, oldest first, `newest` those of the kept
-    tensors. `not_finite` is called if a mean is not finite.
+    tensors. `not_finite` is called if a mean is not finite. `last` has what one weight more than
+    there are snapshots is the weight of.
     """
 
     def __init__(
@@ -168,8 +179,9 @@ class TensorMeans:
         newest: Sequence[Tensor],
         weights: Weights,
         not_finite: Callable[[], None],
+        last: Mapping[str, Tensor],
     ) -> None:
-        self._weights, self._not_finite = weights, not_finite
+        self._weights, self._not_finite, self._last = weights, not_finite, last
         self._averaged = _buffers_by_name(
             averaged, [list(flats) for flats in zip(*snapshots, strict=True)]
         )
@@ -203,10 +215,15 @@ class TensorMeans:
             return out
         to = _as_real(out.as_strided((entry.numel,), (1,)))
         parts = [_as_real(flat[entry.offset : entry.offset + entry.numel]) for flat in flats]
+        weights, term = _split(weights, len(flats))
+        last = None if term is None else _as_real(_flattened(self._last[entry.name], entry))
         finite = []
         for start, mean in mean_blocks(parts, weights, home if home.type == "cuda" else None):
+            stop = start + mean.numel()
+            if term is not None and last is not None:
+                mean = term.added(mean, last[start:stop])
             finite.append(mean.sum().isfinite())
-            round_into(to[start : start + mean.numel()], mean)
+            round_into(to[start:stop], mean)
         if home.type == "cuda":
             # Host buffers that were streamed from may be overwritten by the next snapshot.
             torch.cuda.current_stream(home).synchronize()
@@ -216,29 +233,41 @@ class TensorMeans:
 
 
 @dataclass(frozen=True)
-class _LiveTerm:
-    """The last term of a sum, from the values that are about to be overwritten."""
+class _LastTerm:
+    """The last term of a sum, of values that are not in a snapshot."""
 
     weight: float
     divisor: float
 
-    def added(self, total: Tensor, live: Tensor) -> Tensor:
-        """The mean: `(total + weight * live) / divisor`, each operation rounded to float64."""
-        total.add_(live.to(total.device, torch.float64).mul(self.weight))
+    def added(self, total: Tensor, values: Tensor) -> Tensor:
+        """The mean: `(total + weight * values) / divisor`, each operation rounded to float64."""
+        total.add_(values.to(total.device, torch.float64).mul(self.weight))
         return divide(total, self.divisor, out=total)
+
+
+def _split(weights: Weights, n: int) -> tuple[Weights, _LastTerm | None]:
+    """The weights of n snapshots, and the term of what is left; then they are only added up."""
+    if len(weights.numerators) == n:
+        return weights, None
+    return Weights(weights.numerators[:n], 1.0), _LastTerm(weights.numerators[n], weights.divisor)
 
 
 class _BlockWriter:
     """Rounds float64 blocks of one group into the tensors that they belong to.
 
-    With a `live` term the blocks are sums, and the tensors' own values are added to them first.
+    With a `term` the blocks are sums, and the tensors `last` are added to them first.
     """
 
     def __init__(
-        self, group: FlatGroup, targets: Mapping[str, Tensor], live: _LiveTerm | None = None
+        self,
+        group: FlatGroup,
+        targets: Mapping[str, Tensor],
+        term: _LastTerm | None,
+        last: Mapping[str, Tensor],
     ) -> None:
-        self._live = live
-        self._pieces: list[tuple[int, int, Tensor]] = []  # begin and end in the group, target
+        self._term = term
+        # Begin and end in the group, the target, and the tensor that is added.
+        self._pieces: list[tuple[int, int, Tensor, Tensor]] = []
         self._copied: list[tuple[Tensor, Tensor]] = []  # targets with another memory layout
         self.device = torch.device("cpu")
         scale = 2 if group.dtype.is_complex else 1
@@ -252,22 +281,22 @@ class _BlockWriter:
                 flat = torch.empty(entry.numel, dtype=target.dtype, device=target.device)
                 shaped = flat.as_strided(entry.shape, entry.stride)
                 self._copied.append((target, shaped))
-                if live is not None:
-                    shaped.copy_(target)
+            added = flat if term is None else _flattened(last[entry.name], entry)
             begin = entry.offset * scale
-            self._pieces.append((begin, begin + entry.numel * scale, _as_real(flat)))
+            end = begin + entry.numel * scale
+            self._pieces.append((begin, end, _as_real(flat), _as_real(added)))
         self._next = 0
 
     def write(self, start: int, mean: Tensor) -> None:
         """Write one block; blocks come in order."""
         stop = start + mean.numel()
         while self._next < len(self._pieces):
-            begin, end, flat = self._pieces[self._next]
+            begin, end, flat, added = self._pieces[self._next]
             low, high = max(begin, start), min(end, stop)
             if low < high:
                 part, values = flat[low - begin : high - begin], mean[low - start : high - start]
-                if self._live is not None:
-                    values = self._live.added(values, part)
+                if self._term is not None:
+                    values = self._term.added(values, added[low - begin : high - begin])
                 if part.device == values.device:
                     round_into(part, values)
                 else:
@@ -293,6 +322,15 @@ def _buffers_by_name(
         for group, of_group in zip(layout.groups, flats, strict=True)
         for entry in group.entries
     }
+
+
+def _flattened(tensor: Tensor, entry: FlatEntry) -> Tensor:
+    """The values in the order of the flat buffer: a view if the memory is laid out like that."""
+    flat = flat_view(tensor, entry)
+    if flat is None:
+        flat = torch.empty(entry.numel, dtype=tensor.dtype, device=tensor.device)
+        flat.as_strided(entry.shape, entry.stride).copy_(tensor)
+    return flat
 
 
 def _as_real(flat: Tensor) -> Tensor:

@@ -96,6 +96,11 @@ class TrainConfig(abc.ABC):
         "far, such as 0.25; NU and epochs then only say when to evaluate.",
         below=1,
     )
+    samples: int = setting(
+        1,
+        "Make each snapshot the mean of this many weights, spread over the steps since the one "
+        "before; 16 goes well with a horizon.",
+    )
     ks: tuple[int, ...] = setting(
         (6, 10), "Window sizes to evaluate; reports put the first one first."
     )

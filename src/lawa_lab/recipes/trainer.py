@@ -57,7 +57,8 @@ class Trainer:
         self.nu = config.nu or max(task.num_batches, 1)  # `_check` refuses 0 batches
         self.schedule: Schedule = Every(self.nu)
         if config.horizon is not None:
-            self.schedule = Horizon(config.horizon, k=max(config.ks), start=config.warmup_steps)
+            window = max(config.ks) * config.samples
+            self.schedule = Horizon(config.horizon, k=window, start=config.warmup_steps)
         self._check()
         cuda = worker.device.type == "cuda"
         torch.manual_seed(mixed_seed(plan.seed, _MODEL))
@@ -71,6 +72,7 @@ class Trainer:
         self.averager = LatestWeightAverager(
             k=max(config.ks),
             schedule=self.schedule,
+            samples=config.samples,
             min_snapshots=None if config.horizon is None else 1,
             store="device" if cuda else "host",
         )
@@ -377,11 +379,13 @@ class Trainer:
                 f"batch_size={config.batch_size}: not a multiple of the {world_size} processes."
             )
         num_snapshots = self.schedule.expected(range(1, self.num_steps + 1))
+        if num_snapshots is not None:
+            num_snapshots //= config.samples
         if num_snapshots == 0 and config.horizon is not None:
             raise ConfigError(
                 f"epochs={config.epochs:g}: the run ends before its warm-up of "
-                f"{config.warmup_steps} steps, so nothing would be averaged. Train longer, or "
-                "lower --warmup-steps."
+                f"{config.warmup_steps} steps and a first snapshot, so nothing would be averaged. "
+                "Train longer, or lower --warmup-steps or --samples."
             )
         short = num_snapshots is not None and num_snapshots < max(config.ks)
         if short and config.horizon is None:  # a growing window is read before it is full

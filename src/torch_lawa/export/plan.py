@@ -80,8 +80,10 @@ def plan_export(
     groups = group_by_size(tensors, _spec, limit)
     stem = hub_files.stem
     names = shard_names(stem, len(groups)) if len(groups) > 1 else [f"{stem}.safetensors"]
-    steps = [snapshot.step for snapshot in window.snapshots[-n:]]
-    weights = rule.weights(n)
+    weights = window.weights(n, rule)
+    steps = window.steps[-n:]
+    if window.num_sampled and len(weights.numerators) > n and window.newest_step is not None:
+        steps.append(window.newest_step)
     inputs = [
         {"step": step, "weight": numerator / weights.divisor}
         for step, numerator in zip(steps, weights.numerators, strict=True)

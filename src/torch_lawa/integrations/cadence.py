@@ -46,7 +46,10 @@ class Cadence:
         averager.schedule.load_state_dict(self.schedule.state_dict())
 
     def shortfall(
-        self, total: int | None, min_snapshots: int, asked: Iterable[int] | None = None
+        self,
+        total: int | None,
+        averager: LatestWeightAverager,
+        asked: Iterable[int] | None = None,
     ) -> tuple[int, str] | None:
         """How many snapshots a run gives, with a message, if these are too few for an average.
 
@@ -57,7 +60,10 @@ class Cadence:
         positions = range(1, total + 1) if asked is None else asked
         left_out = self._left_out(total)
         expected = self.schedule.expected(p for p in positions if p > left_out)
-        if expected is None or expected >= min_snapshots:
+        if expected is None:
+            return None
+        expected, min_snapshots = expected // averager.samples, averager.min_snapshots
+        if expected >= min_snapshots:
             return None
         return expected, (
             f"this run of {total} {self.unit} gives {expected} snapshot{'s'[: expected != 1]}, and "

@@ -3,6 +3,7 @@
 import math
 from typing import Literal, TypeAlias
 
+from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.errors import ConfigError
 from torch_lawa.integrations.cadence import Cadence, Unit
 from torch_lawa.integrations.lightning._compat import Trainer, rank_zero_warn
@@ -54,11 +55,11 @@ def make_cadence(
     return Cadence(schedule if schedule is not None else every, unit, start or 0, other or 0)
 
 
-def check_run(cadence: Cadence, trainer: Trainer, min_snapshots: int) -> None:
+def check_run(cadence: Cadence, trainer: Trainer, averager: LatestWeightAverager) -> None:
     """Warn about a run that is too short for an average: it is trained as if without averaging."""
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
-    found = cadence.shortfall(_run_length(trainer, cadence.unit), min_snapshots)
+    found = cadence.shortfall(_run_length(trainer, cadence.unit), averager)
     if found is not None:
         rank_zero_warn(
             f"{found[1]}, so evaluation will use the trained weights to the end of this run. "

@@ -62,6 +62,8 @@ class LatestWeightAveraging(Callback):
             after each validation of `fit`.
         horizon: Instead of a schedule: the share of the steps (or epochs) so far, such as 1/4, that
             the window spans with its `k` snapshots. The average is then used from the first one on.
+        samples: How many collected weights make up a snapshot, which is their mean; see
+            `LatestWeightAverager`. With a horizon, 16 is a good value.
         interval: What `schedule` and `horizon` count: optimizer "step"s or complete "epoch"s.
         monitor: The logged metric that is the loss for `schedule`, and that `choose_window`
             compares; the same in every process.
@@ -93,6 +95,7 @@ class LatestWeightAveraging(Callback):
         update_starting_at_epoch: int | None = None,
         schedule: Schedule | None = None,
         horizon: float | None = None,
+        samples: int = 1,
         interval: Interval = "step",
         monitor: str = "val_loss",
         store: Literal["host", "device"] | Store = "host",
@@ -103,7 +106,7 @@ class LatestWeightAveraging(Callback):
         **kwargs: Any,
     ) -> None:
         cadence = make_cadence(
-            choose_schedule(schedule, horizon, k),
+            choose_schedule(schedule, horizon, k * samples),
             interval,
             update_every_n_steps=update_every_n_steps,
             update_every_n_epochs=update_every_n_epochs,
@@ -115,6 +118,7 @@ class LatestWeightAveraging(Callback):
         # Find mistakes now; a store on disk is opened when the processes have been started.
         tried = LatestWeightAverager(
             k,
+            samples=samples,
             store="host" if isinstance(store, Store) else store,
             schedule=cadence.schedule,
             **kwargs,
@@ -127,7 +131,7 @@ class LatestWeightAveraging(Callback):
         self._average = ModuleAverage(
             name,
             cadence,
-            {"k": k, "store": store, **kwargs},
+            {"k": k, "samples": samples, "store": store, **kwargs},
             BatchNormCache(batch_norm_batches),
             self.batch_norm_forward,
             search,
@@ -221,7 +225,7 @@ class LatestWeightAveraging(Callback):
         """Check the cadence against the run, and whether the window is of this run."""
         average = self._average
         if type(self).should_update is LatestWeightAveraging.should_update:
-            check_run(average.cadence, trainer, self.averager.min_snapshots)
+            check_run(average.cadence, trainer, self.averager)
         if average.search is not None and not trainer.enable_validation:
             raise ConfigError(
                 "choose_window: this run has no validation to compare windows with. Pass "

@@ -55,6 +55,8 @@ class LatestWeightAveragingCallback(TrainerCallback):
             asked at saves only. One that needs a loss is asked after each evaluation instead.
         horizon: Instead of a schedule: the share of the steps (or epochs) so far, such as 1/4, that
             the window spans with its `k` snapshots. The average is then used from the first one on.
+        samples: How many collected weights make up a snapshot, which is their mean; see
+            `LatestWeightAverager`. With a horizon, 16 is a good value.
         monitor: The metric that is the loss for `schedule`, and that `choose_window` compares.
         metrics: "both": `eval_loss` of the trained weights and `eval_averaged_loss` of the
             average, side by side. "averaged": all metrics are those of the average, as soon as
@@ -88,6 +90,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
         start: int | float = 0,
         schedule: Schedule | None = None,
         horizon: float | None = None,
+        samples: int = 1,
         monitor: str = "eval_loss",
         metrics: Metrics = "both",
         choose_window: bool | WindowSearch = False,
@@ -100,7 +103,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
         exclude: str | Sequence[str] = (),
     ) -> None:
         one_of("metrics", metrics, ("both", "averaged"))
-        schedule = choose_schedule(schedule, horizon, k)
+        schedule = choose_schedule(schedule, horizon, k * samples)
         strategy = collect_strategy or ("save" if schedule is None else "steps")
         one_of("collect_strategy", strategy, ("save", "steps", "epoch"))
         if type(collect_every) is not int or collect_every < 1:
@@ -138,6 +141,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
         self._store = store
         self._options: dict[str, Any] = {
             "k": k,
+            "samples": samples,
             "coefficients": coefficients,
             "min_snapshots": min_snapshots,
             "storage_dtype": storage_dtype,
@@ -368,7 +372,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
         asked: Iterable[int] | None = None
         if self._strategy == "save" and total is not None and saves_every is not None:
             asked = [*range(saves_every, total, saves_every), total]  # the end is saved, too
-        found = self._cadence.shortfall(total, self.averager.min_snapshots, asked)
+        found = self._cadence.shortfall(total, self.averager, asked)
         if found is not None:
             option = "save_steps" if self._strategy == "save" else "collect_every"
             advice = (
