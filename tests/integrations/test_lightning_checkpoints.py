@@ -17,7 +17,7 @@ from support.lightning import QUIET, Net, Watch, Weights, loader, loss, mean, sa
 from support.ranks import on_ranks
 from torch.multiprocessing import ProcessExitedException
 
-from torch_lawa.errors import NotReadyError, StateError
+from torch_lawa.errors import FormatError, NotReadyError, StateError
 from torch_lawa.integrations.lightning import LatestWeightAveraging
 from torch_lawa.offline.average import average_checkpoints
 
@@ -485,8 +485,11 @@ def test_offline_averaging_of_the_same_checkpoints_is_the_same(tmp_path):
 def test_a_window_is_no_checkpoint(tmp_path):
     saving = ModelCheckpoint(tmp_path, save_last=True)
     fit(tmp_path, LatestWeightAveraging(k=2), saving, max_epochs=3)
-    with pytest.raises(StateError, match=r"is the window beside a checkpoint"):
-        fit(tmp_path, LatestWeightAveraging(k=2), ckpt=window_of(tmp_path / "last.ckpt"))
+    window = window_of(tmp_path / "last.ckpt")
+    with pytest.raises(FormatError, match=r"is the window of snapshots"):
+        fit(tmp_path, LatestWeightAveraging(k=2), ckpt=window)
+    with pytest.raises(FormatError, match=r"is the window of snapshots"):
+        average_checkpoints([window, tmp_path / "last.ckpt"], tmp_path / "mean.pt")
 
 
 def test_other_places_and_other_writers(tmp_path):

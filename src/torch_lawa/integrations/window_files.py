@@ -33,7 +33,6 @@ __all__ = [
     "SavedWindows",
     "WindowFile",
     "load_window",
-    "refuse_window",
     "save_window",
     "window_beside",
     "window_inside",
@@ -55,15 +54,6 @@ def window_beside(checkpoint: str) -> "WindowFile":
     """The window of a checkpoint that is one file: `last.ckpt` and `.lawa/last.ckpt`."""
     parent, slash, name = checkpoint.rpartition("/")
     return WindowFile(f"{parent}{slash}{_FOLDER}/{name}")
-
-
-def refuse_window(path: str, state: Any) -> None:
-    """Raise if what was read from `path` as a checkpoint is a window."""
-    if isinstance(state, Mapping) and {"version", "token", "windows"} <= set(state):
-        raise StateError(
-            f"{path} is the window beside a checkpoint, not a checkpoint: pass the file of that "
-            f"name in the folder above {_FOLDER}."
-        )
 
 
 def window_inside(path: Path) -> "WindowFile":
