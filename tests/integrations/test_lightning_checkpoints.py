@@ -492,6 +492,14 @@ def test_a_window_is_no_checkpoint(tmp_path):
         average_checkpoints([window, tmp_path / "last.ckpt"], tmp_path / "mean.pt")
 
 
+def test_code_that_watches_torch_save_sees_only_lightnings_writes(tmp_path, monkeypatch):
+    written, save = [], torch.save
+    monkeypatch.setattr(torch, "save", lambda *a, **k: (written.append(a), save(*a, **k)))
+    saving = ModelCheckpoint(tmp_path, save_top_k=-1)
+    fit(tmp_path, LatestWeightAveraging(k=2), saving, max_epochs=3)
+    assert len(written) == 3
+
+
 def test_other_places_and_other_writers(tmp_path):
     """An fsspec file system, and Lightning's asynchronous CheckpointIO."""
     folder = "memory://run/checkpoints"

@@ -481,7 +481,7 @@ def test_mistakes_are_found_when_the_callback_is_made(
         ),
         ({"collect_strategy": "save"}, {"save_strategy": "no"}, "'no': nothing is saved"),
         (
-            {},
+            {"collect_strategy": "save"},
             {"save_strategy": "best", "metric_for_best_model": "loss"},
             "save_strategy='best'",
         ),
@@ -513,6 +513,11 @@ def test_mistakes_are_found_when_the_trainer_is_made(
         ({"collect_strategy": "steps", "start": 12}, {}, "gives 0 snapshots.* start=12"),
         ({}, {"save_steps": 6}, r"gives 2 snapshots.*save_steps"),
         ({}, {"save_strategy": "no"}, "save_strategy='no': nothing is saved"),
+        (
+            {"min_snapshots": 1},
+            {"save_strategy": "best", "metric_for_best_model": "loss"},
+            "save_strategy='best': saves depend",
+        ),
         ({"collect_strategy": "epoch"}, {"max_steps": 6}, "run of 0 epochs gives 0"),
         ({"collect_strategy": "epoch"}, {}, "run of 1 epochs gives 1 snapshot,"),
         ({"start": 0.9}, {"max_steps": -1, "num_train_epochs": 2}, "gives 1 snapshot,"),

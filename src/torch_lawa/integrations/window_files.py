@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from torch import nn
+
+# Not `torch.save`: code that wraps it to watch a framework's writes must not see ours.
+from torch.serialization import load, save
 
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.checkpoints.storage.atomic import publish, remove, sync_file, sync_folder
@@ -97,14 +99,14 @@ class SavedWindows:
                     f"the same k or a smaller one, not k={averager.k}"
                 )
         from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.state_dict_loader import load
+        from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
         for averager in averagers.values():
             averager.reset()
         try:
             with warnings.catch_warnings():  # about there being only one process
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
-                load(_bound(averagers, model, rank), checkpoint_id=self.path)
+                load_shards(_bound(averagers, model, rank), checkpoint_id=self.path)
         except CheckpointException as error:  # not an Exception, and hides the reason
             reason, _ = next(iter(error.failures.values()))
             raise _unreadable(self.path, reason) from error
@@ -192,13 +194,13 @@ class WindowFile:
         if not self._is_local:
             self._system.makedirs(self._system._parent(self._file), exist_ok=True)
             with self._system.open(self._file + _PENDING, "wb") as file:
-                torch.save(state, file)
+                save(state, file)
             return
         unfinished = Path(self._file + _UNFINISHED)
         unfinished.parent.mkdir(parents=True, exist_ok=True)
         remove(unfinished)
         try:
-            torch.save(state, str(unfinished))
+            save(state, str(unfinished))
             sync_file(unfinished)
             self.discard_pending()
             os.replace(unfinished, self._file + _PENDING)
@@ -214,7 +216,7 @@ class WindowFile:
         rank: int | None,
         head: Mapping[str, Any],
     ) -> None:
-        from torch.distributed.checkpoint.state_dict_saver import save
+        from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
         if not self._is_local:
             raise StoreError(
@@ -226,9 +228,9 @@ class WindowFile:
             self.discard_pending()
             pending.parent.mkdir(parents=True, exist_ok=True)
         barrier(f"saving the window {self._folder}")
-        save(_bound(averagers, model, rank), checkpoint_id=pending)
+        save_shards(_bound(averagers, model, rank), checkpoint_id=pending)
         if writes:
-            torch.save(dict(head), str(pending / _NOTES))
+            save(dict(head), str(pending / _NOTES))
             for path in pending.iterdir():
                 sync_file(path)
 
@@ -307,7 +309,7 @@ def _bound(
 
 
 def _load(source: Any, *, mmap: bool = False) -> dict[str, Any]:
-    state = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+    state = load(source, map_location="cpu", weights_only=True, mmap=mmap)
     if not isinstance(state, dict) or state.get("version") != _VERSION:
         raise ValueError("not a window, or one of another version")
     return state
