@@ -59,9 +59,10 @@ class Cadence:
         expected = self.schedule.expected(p for p in positions if p > left_out)
         if expected is None or expected >= min_snapshots:
             return None
+        units = "complete epoch" if self.unit == "epochs" else "step"
         return expected, (
-            f"this run of {total} {self.unit} gives {expected} snapshot{'s'[: expected != 1]}, and "
-            f"an average needs {min_snapshots}: there would never be one"
+            f"this run of {total} {units}{'s'[: total != 1]} gives {expected} "
+            f"snapshot{'s'[: expected != 1]}, but an average needs {min_snapshots}"
         )
 
     def _left_out(self, total: int | None) -> int:
