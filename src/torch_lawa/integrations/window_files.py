@@ -44,7 +44,10 @@ IN_TRAINER_CHECKPOINT = Path("averaged", "window")  # of the Transformers Traine
 
 # No digits in these names: Lightning numbers the checkpoints of SLURM jobs by all the digits in
 # the names of the files it finds.
-_FOLDER = ".lawa"  # hidden, so that whoever lists checkpoints does not find windows among them
+# Hidden, and with a suffix of their own (`rglob` finds hidden files, too), so that code that looks
+# for checkpoints does not find windows among them.
+_FOLDER = ".lawa"
+_SUFFIX = ".window"
 _FILE = ".pt"
 _PENDING = ".new"  # complete, but its checkpoint may not be
 _UNFINISHED = ".partial"
@@ -53,9 +56,9 @@ _VERSION = 1
 
 
 def window_beside(checkpoint: str) -> "WindowFile":
-    """The window of a checkpoint that is one file: `last.ckpt` and `.lawa/last.ckpt`."""
+    """The window of a checkpoint that is one file: `last.ckpt`, `.lawa/last.ckpt.window`."""
     parent, slash, name = checkpoint.rpartition("/")
-    return WindowFile(f"{parent}{slash}{_FOLDER}/{name}")
+    return WindowFile(f"{parent}{slash}{_FOLDER}/{name}{_SUFFIX}")
 
 
 def window_inside(path: Path) -> "WindowFile":

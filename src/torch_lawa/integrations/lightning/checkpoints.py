@@ -1,4 +1,4 @@
-"""The window beside each checkpoint that Lightning writes: `epoch=3.ckpt` and `.lawa/epoch=3.ckpt`.
+"""The window beside each checkpoint that Lightning writes: `.lawa/epoch=3.ckpt.window`.
 
 Lightning does not tell a callback where a checkpoint is written or when it is removed. It does
 tell the strategy, in every process, so four methods of the strategy are wrapped. (A

@@ -112,7 +112,7 @@ def refuse_window(top: object, location: object) -> None:
     if isinstance(top, dict) and top.keys() >= _WINDOW_KEYS:
         raise FormatError(
             f"{location}: this is the window of snapshots of a checkpoint, not a checkpoint. Pass "
-            "the checkpoint: for .lawa/NAME, the file NAME in the folder above .lawa."
+            "the checkpoint: for .lawa/NAME.window, the file NAME in the folder above .lawa."
         )
 
 
