@@ -400,6 +400,21 @@ def _shaped(like: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.zeros((), dtype=dtype, device=like.device).expand(shape)
 
 
+def _replaced_by(name: str, live: Mapping[str, Tensor]) -> str:
+    """What replaced a tensor, if its module was re-parametrised."""
+    module, dot, attribute = name.rpartition(".")
+    # torch.nn.utils.prune, weight_norm and spectral_norm, and torch.nn.utils.parametrize.
+    stems = (f"{attribute}_orig", f"{attribute}_g", f"parametrizations.{attribute}.original")
+    for stem in stems:
+        found = next((other for other in live if other.startswith(f"{module}{dot}{stem}")), None)
+        if found is not None:
+            return (
+                f": {found!r} replaced it. Pruning, weight_norm and other re-parametrisations must "
+                "happen before the first snapshot"
+            )
+    return ""
+
+
 def _check_same(
     averaged: Mapping[str, tuple[torch.Size, torch.dtype]],
     kept: Mapping[str, tuple[torch.Size, torch.dtype]],
@@ -416,7 +431,8 @@ def _check_same(
         tensor = live.get(name)
         if tensor is None:
             raise LayoutError(
-                f"tensor {name!r} is in the window, but the model no longer has it; {advice}"
+                f"tensor {name!r} is in the window, but the model no longer has it"
+                f"{_replaced_by(name, live)}; {advice}"
             )
         if name in kept and name not in joined:
             continue

@@ -59,7 +59,7 @@ def test_averaging_that_never_starts_changes_nothing(tmp_path):
     trainer(tmp_path, max_epochs=3).fit(plain, loader(), loader(seed=1))
     averaging = LatestWeightAveraging(k=4)
     run = trainer(tmp_path, watch, averaging, max_epochs=3)
-    with pytest.warns(UserWarning, match="gives 3 snapshots, and an average needs 4"):
+    with pytest.warns(UserWarning, match="gives 3 snapshots, but an average needs 4"):
         run.fit(model, loader(), loader(seed=1))
     assert same(weights(model), weights(plain))
     assert all(map(same, watch.validated, watch.epochs))
@@ -347,8 +347,8 @@ def test_bad_configuration_is_refused_at_once(options, message):
 @pytest.mark.parametrize(
     ("options", "run", "message"),
     [
-        ({"update_starting_at_epoch": 3}, {"max_epochs": 3}, "run of 3 epochs gives 0 snapshots"),
-        ({"update_every_n_epochs": 3}, {"max_steps": 8}, "run of 2 epochs gives 0 snapshots"),
+        ({"update_starting_at_epoch": 3}, {"max_epochs": 3}, "of 3 complete epochs gives 0"),
+        ({"update_every_n_epochs": 3}, {"max_steps": 8}, "of 2 complete epochs gives 0"),
         (
             {"update_every_n_steps": 2, "update_starting_at_step": 9},
             {"max_epochs": 3},

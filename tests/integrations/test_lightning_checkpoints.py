@@ -17,7 +17,7 @@ from support.lightning import QUIET, Net, Watch, Weights, loader, loss, mean, sa
 from support.ranks import on_ranks
 from torch.multiprocessing import ProcessExitedException
 
-from torch_lawa.errors import NotReadyError, StateError
+from torch_lawa.errors import FormatError, NotReadyError, StateError
 from torch_lawa.integrations.lightning import LatestWeightAveraging
 from torch_lawa.offline.average import average_checkpoints
 
@@ -72,8 +72,11 @@ def names(folder: Path) -> set[str]:
 
 
 def window_of(path: str | Path, suffix: str = "") -> Path:
-    return Path(path).parent / ".lawa" / f"{Path(path).name}{suffix}"
+    return Path(path).parent / ".lawa" / f"{Path(path).name}.window{suffix}"
 
+
+PAIR = [("", ""), (".lawa/", ".window")]
+BOTH = {f"{a}{name}.ckpt{b}" for name in ("last", "third") for a, b in PAIR}
 
 SCHEDULES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     # the callback, ModelCheckpoint, the trainer
@@ -150,7 +153,7 @@ def test_the_best_checkpoint_by_the_averaged_metric(tmp_path, monitor):
     losses = [loss(model, state, loader(seed=1)) for state in served]
     order = sorted(range(9), key=losses.__getitem__)
     kept = {f"epoch={i}-step={3 * i + 3}.ckpt" for i in order[:2]}
-    assert names(tmp_path / "checkpoints") == kept | {f".lawa/{name}" for name in kept}
+    assert names(tmp_path / "checkpoints") == kept | {f".lawa/{name}.window" for name in kept}
     best = saving.best_model_path
     assert f"epoch={order[0]}-" in best
     assert order[0] != 8
@@ -279,7 +282,7 @@ def test_windows_leave_with_their_checkpoints(tmp_path):
     saving = ModelCheckpoint(folder, save_last=True, every_n_train_steps=2, save_top_k=1)
     fit(tmp_path, LatestWeightAveraging(k=2), saving, max_epochs=4)
     kept = {"epoch=3-step=12.ckpt", "last.ckpt"}
-    assert names(folder) == kept | {f".lawa/{name}" for name in kept}
+    assert names(folder) == kept | {f".lawa/{name}.window" for name in kept}
 
 
 def test_a_link_to_the_last_checkpoint_has_its_window(tmp_path):
@@ -344,7 +347,7 @@ def test_killed_while_a_checkpoint_is_overwritten(tmp_path, monkeypatch):
     assert fourth.averager.snapshot_steps == [9, 12]
     # The next save leaves nothing behind.
     run.save_checkpoint(path)
-    assert names(tmp_path) == {"last.ckpt", ".lawa/last.ckpt", "third.ckpt", ".lawa/third.ckpt"}
+    assert names(tmp_path) == BOTH
 
 
 def test_a_save_that_fails_leaves_the_last_one_and_no_litter(tmp_path, monkeypatch):
@@ -365,7 +368,7 @@ def test_a_save_that_fails_leaves_the_last_one_and_no_litter(tmp_path, monkeypat
         with pytest.raises(OSError, match="no space"):
             run.save_checkpoint(path)
     assert (path.read_bytes(), window_of(path).read_bytes()) == before
-    assert names(tmp_path) == {"last.ckpt", ".lawa/last.ckpt", "third.ckpt", ".lawa/third.ckpt"}
+    assert names(tmp_path) == BOTH
 
 
 def test_a_window_that_is_missing_damaged_or_of_another_checkpoint(tmp_path):
@@ -373,14 +376,16 @@ def test_a_window_that_is_missing_damaged_or_of_another_checkpoint(tmp_path):
     window = window_of(path)
     fit(tmp_path, LatestWeightAveraging(k=2), save(tmp_path / "other.ckpt"), max_epochs=2)
     shutil.copy(window_of(tmp_path / "other.ckpt"), window)
-    with pytest.raises(StateError, match=r".lawa/last.ckpt is not the window of .*last.ckpt"):
+    with pytest.raises(
+        StateError, match=r".lawa/last.ckpt.window is not the window of .*last.ckpt"
+    ):
         fit(tmp_path, LatestWeightAveraging(k=2), ckpt=path)
     window.write_bytes(window.read_bytes()[:1000])
     with pytest.raises(StateError, match="cannot be read"):
         fit(tmp_path, LatestWeightAveraging(k=2), ckpt=path)
     window.unlink()
     averaging = LatestWeightAveraging(k=2)
-    with pytest.warns(UserWarning, match=r".lawa/last.ckpt is missing: .* empty window"):
+    with pytest.warns(UserWarning, match=r".lawa/last.ckpt.window is missing: .* empty window"):
         fit(tmp_path, averaging, ckpt=path, max_epochs=4)
     assert averaging.averager.snapshot_steps == [12]
     # A checkpoint without averaging: its own weights, not the window of another run.
@@ -485,8 +490,23 @@ def test_offline_averaging_of_the_same_checkpoints_is_the_same(tmp_path):
 def test_a_window_is_no_checkpoint(tmp_path):
     saving = ModelCheckpoint(tmp_path, save_last=True)
     fit(tmp_path, LatestWeightAveraging(k=2), saving, max_epochs=3)
-    with pytest.raises(StateError, match=r"is the window beside a checkpoint"):
-        fit(tmp_path, LatestWeightAveraging(k=2), ckpt=window_of(tmp_path / "last.ckpt"))
+    window = window_of(tmp_path / "last.ckpt")
+    assert window not in set(tmp_path.rglob("*.ckpt"))  # which finds hidden files, too
+    with pytest.raises(FormatError, match=r"is the window of snapshots"):
+        fit(tmp_path, LatestWeightAveraging(k=2), ckpt=window)
+    with pytest.raises(FormatError, match=r"not a checkpoint by its name"):
+        average_checkpoints([window, tmp_path / "last.ckpt"], tmp_path / "mean.pt")
+    renamed = shutil.copy(window, tmp_path / "window.pt")  # its name in Trainer's checkpoints
+    with pytest.raises(FormatError, match=r"is the window of snapshots"):
+        average_checkpoints([renamed, tmp_path / "last.ckpt"], tmp_path / "mean.pt")
+
+
+def test_code_that_watches_torch_save_sees_only_lightnings_writes(tmp_path, monkeypatch):
+    written, save = [], torch.save
+    monkeypatch.setattr(torch, "save", lambda *a, **k: (written.append(a), save(*a, **k)))
+    saving = ModelCheckpoint(tmp_path, save_top_k=-1)
+    fit(tmp_path, LatestWeightAveraging(k=2), saving, max_epochs=3)
+    assert len(written) == 3
 
 
 def test_other_places_and_other_writers(tmp_path):
@@ -499,8 +519,8 @@ def test_other_places_and_other_writers(tmp_path):
     fit(tmp_path, resumed, ckpt=f"{folder}/last.ckpt", max_epochs=4)
     assert resumed.averager.snapshot_steps == [9, 12]
     assert [f.removeprefix("/run/checkpoints/") for f in saving._fs.find("/run/checkpoints")] == [
-        ".lawa/epoch=2-step=9.ckpt",
-        ".lawa/last.ckpt",
+        ".lawa/epoch=2-step=9.ckpt.window",
+        ".lawa/last.ckpt.window",
         "epoch=2-step=9.ckpt",
         "last.ckpt",
     ]

@@ -183,7 +183,7 @@ def test_ddp(tmp_path):
     check(found)
     kept = {path.name for path in tmp_path.glob("*.ckpt")}
     assert len(kept) == 2
-    assert names(tmp_path) == kept | {f".lawa/{name}" for name in kept}
+    assert names(tmp_path) == kept | {f".lawa/{name}.window" for name in kept}
     assert found[0]["tested"] == found[1]["tested"]
     # DDP sends the buffers of rank 0 to the others whenever it likes; it does not change them.
     assert all(same(facts["after"], found[0]["epochs"][-1]) for facts in found)
@@ -215,7 +215,7 @@ def test_two_processes_go_on_bit_for_bit(tmp_path, kind):
         for a, b in zip(theirs["epochs"], alone["epochs"], strict=True):
             assert same(*map(without_statistics, (a, b)))
     if kind != "ddp":
-        window = tmp_path / "first" / ".lawa" / "last.ckpt"
+        window = tmp_path / "first" / ".lawa" / "last.ckpt.window"
         assert (window / "notes.pt").is_file()
         alone = on_ranks(1, look, kind, tmp_path, last, join=False)[0]
         if kind == "model parallel":

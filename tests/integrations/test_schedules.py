@@ -223,9 +223,9 @@ def test_contradictions_are_refused() -> None:
 
 
 def test_a_schedule_with_too_few_snapshots_is_found_at_the_start(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="gives 4 snapshots, and an average needs 9"):
+    with pytest.warns(UserWarning, match="gives 4 snapshots, but an average needs 9"):
         trainer(tmp_path, averaging(k=9, schedule=parse_schedule("growing:2"))).train()
     averaging_9 = LatestWeightAveraging(k=9, schedule=parse_schedule("growing:2"))
-    with pytest.warns(UserWarning, match="gives 5 snapshots, and an average needs 9"):
+    with pytest.warns(UserWarning, match="gives 5 snapshots, but an average needs 9"):
         fit(tmp_path, averaging_9)
     assert copy.deepcopy(averaging_9).averager.snapshot_steps == [1, 2, 4, 8, 16]

@@ -435,7 +435,11 @@ def notes_on(runs: Sequence[Run], axis: Axis) -> tuple[str, ...]:
     for run in runs:
         for note in _notes(run, axis):
             found.setdefault(note, []).append(run.name)
-    return tuple(f"{', '.join(names)}: {note}" for note, names in found.items())
+
+    def whose(names: list[str]) -> str:
+        return "all runs" if len(names) == len(runs) > 1 else "; ".join(names)
+
+    return tuple(f"{whose(names)}: {note}" for note, names in found.items())
 
 
 def _notes(run: Run, axis: Axis) -> Iterable[str]:

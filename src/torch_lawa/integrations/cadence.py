@@ -65,9 +65,10 @@ class Cadence:
         expected, min_snapshots = expected // averager.samples, averager.min_snapshots
         if expected >= min_snapshots:
             return None
+        units = "complete epoch" if self.unit == "epochs" else "step"
         return expected, (
-            f"this run of {total} {self.unit} gives {expected} snapshot{'s'[: expected != 1]}, and "
-            f"an average needs {min_snapshots}: there would never be one"
+            f"this run of {total} {units}{'s'[: total != 1]} gives {expected} "
+            f"snapshot{'s'[: expected != 1]}, but an average needs {min_snapshots}"
         )
 
     def _left_out(self, total: int | None) -> int:

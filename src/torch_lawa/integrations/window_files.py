@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from torch import nn
+
+# Not `torch.save`: code that wraps it to watch a framework's writes must not see ours.
+from torch.serialization import load, save
 
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.checkpoints.storage.atomic import publish, remove, sync_file, sync_folder
@@ -33,7 +35,6 @@ __all__ = [
     "SavedWindows",
     "WindowFile",
     "load_window",
-    "refuse_window",
     "save_window",
     "window_beside",
     "window_inside",
@@ -43,7 +44,10 @@ IN_TRAINER_CHECKPOINT = Path("averaged", "window")  # of the Transformers Traine
 
 # No digits in these names: Lightning numbers the checkpoints of SLURM jobs by all the digits in
 # the names of the files it finds.
-_FOLDER = ".lawa"  # hidden, so that whoever lists checkpoints does not find windows among them
+# Hidden, and with a suffix of their own (`rglob` finds hidden files, too), so that code that looks
+# for checkpoints does not find windows among them.
+_FOLDER = ".lawa"
+_SUFFIX = ".window"
 _FILE = ".pt"
 _PENDING = ".new"  # complete, but its checkpoint may not be
 _UNFINISHED = ".partial"
@@ -52,18 +56,9 @@ _VERSION = 1
 
 
 def window_beside(checkpoint: str) -> "WindowFile":
-    """The window of a checkpoint that is one file: `last.ckpt` and `.lawa/last.ckpt`."""
+    """The window of a checkpoint that is one file: `last.ckpt`, `.lawa/last.ckpt.window`."""
     parent, slash, name = checkpoint.rpartition("/")
-    return WindowFile(f"{parent}{slash}{_FOLDER}/{name}")
-
-
-def refuse_window(path: str, state: Any) -> None:
-    """Raise if what was read from `path` as a checkpoint is a window."""
-    if isinstance(state, Mapping) and {"version", "token", "windows"} <= set(state):
-        raise StateError(
-            f"{path} is the window beside a checkpoint, not a checkpoint: pass the file of that "
-            f"name in the folder above {_FOLDER}."
-        )
+    return WindowFile(f"{parent}{slash}{_FOLDER}/{name}{_SUFFIX}")
 
 
 def window_inside(path: Path) -> "WindowFile":
@@ -107,14 +102,14 @@ class SavedWindows:
                     f"the same k or a smaller one, not k={averager.k}"
                 )
         from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.state_dict_loader import load
+        from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
         for averager in averagers.values():
             averager.reset()
         try:
             with warnings.catch_warnings():  # about there being only one process
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
-                load(_bound(averagers, model, rank), checkpoint_id=self.path)
+                load_shards(_bound(averagers, model, rank), checkpoint_id=self.path)
         except CheckpointException as error:  # not an Exception, and hides the reason
             reason, _ = next(iter(error.failures.values()))
             raise _unreadable(self.path, reason) from error
@@ -202,13 +197,13 @@ class WindowFile:
         if not self._is_local:
             self._system.makedirs(self._system._parent(self._file), exist_ok=True)
             with self._system.open(self._file + _PENDING, "wb") as file:
-                torch.save(state, file)
+                save(state, file)
             return
         unfinished = Path(self._file + _UNFINISHED)
         unfinished.parent.mkdir(parents=True, exist_ok=True)
         remove(unfinished)
         try:
-            torch.save(state, str(unfinished))
+            save(state, str(unfinished))
             sync_file(unfinished)
             self.discard_pending()
             os.replace(unfinished, self._file + _PENDING)
@@ -224,7 +219,7 @@ class WindowFile:
         rank: int | None,
         head: Mapping[str, Any],
     ) -> None:
-        from torch.distributed.checkpoint.state_dict_saver import save
+        from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
         if not self._is_local:
             raise StoreError(
@@ -236,9 +231,9 @@ class WindowFile:
             self.discard_pending()
             pending.parent.mkdir(parents=True, exist_ok=True)
         barrier(f"saving the window {self._folder}")
-        save(_bound(averagers, model, rank), checkpoint_id=pending)
+        save_shards(_bound(averagers, model, rank), checkpoint_id=pending)
         if writes:
-            torch.save(dict(head), str(pending / _NOTES))
+            save(dict(head), str(pending / _NOTES))
             for path in pending.iterdir():
                 sync_file(path)
 
@@ -317,7 +312,7 @@ def _bound(
 
 
 def _load(source: Any, *, mmap: bool = False) -> dict[str, Any]:
-    state = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+    state = load(source, map_location="cpu", weights_only=True, mmap=mmap)
     if not isinstance(state, dict) or state.get("version") != _VERSION:
         raise ValueError("not a window, or one of another version")
     return state

@@ -1,8 +1,10 @@
 """The averager as a training loop uses it: rules for every tensor, readiness, errors, names."""
 
 import copy
+import re
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from support.models import assert_same_state, shake, small_net
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 from torch_lawa import DiskStore, Every, Explicit, Exponential, LatestWeightAverager, OnPlateau
 from torch_lawa.errors import ConfigError, LayoutError, NotReadyError
@@ -391,6 +394,28 @@ def test_a_module_that_changed_is_refused_every_time() -> None:
     model.weight.data = model.weight.data.view(3, 2)
     averager.collect(model)
     assert averager.num_collected == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda m: prune.l1_unstructured(m[0], "weight", amount=0.5), "0.weight_orig"),
+        (lambda m: parametrizations.weight_norm(m[0]), "0.parametrizations.weight.original0"),
+        (lambda m: parametrizations.orthogonal(m[0]), "0.parametrizations.weight.original"),
+    ],
+)
+def test_a_module_that_is_reparametrised_after_a_snapshot(
+    change: Callable[[nn.Sequential], object], name: str
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    averager = LatestWeightAverager(k=2)
+    averager.collect(model)
+    change(model)
+    with pytest.raises(LayoutError, match=rf"'0.weight'.*{re.escape(name)}.*before the first"):
+        averager.collect(model)
+    averager.reset()
+    averager.collect(model)
+    assert len(averager) == 1
 
 
 def test_another_module_on_the_same_memory_is_another_module() -> None:

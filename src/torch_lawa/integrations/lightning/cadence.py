@@ -62,8 +62,8 @@ def check_run(cadence: Cadence, trainer: Trainer, averager: LatestWeightAverager
     found = cadence.shortfall(_run_length(trainer, cadence.unit), averager)
     if found is not None:
         rank_zero_warn(
-            f"{found[1]}, so evaluation will use the trained weights to the end of this run. "
-            f"Train longer, collect more often ({cadence.schedule}), start earlier, lower k, or "
+            f"{found[1]}, so evaluation will use the trained weights throughout. For an average, "
+            f"train longer, collect more often than {cadence.schedule}, start earlier, lower k, or "
             "set min_snapshots=1."
         )
 

@@ -1,4 +1,4 @@
-"""The window beside each checkpoint that Lightning writes: `epoch=3.ckpt` and `.lawa/epoch=3.ckpt`.
+"""The window beside each checkpoint that Lightning writes: `.lawa/epoch=3.ckpt.window`.
 
 Lightning does not tell a callback where a checkpoint is written or when it is removed. It does
 tell the strategy, in every process, so four methods of the strategy are wrapped. (A
@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torch_lawa.checkpoints.formats.torch_pickle.state_dicts import refuse_window
 from torch_lawa.errors import StateError, SwapError
 from torch_lawa.integrations.lightning._compat import Trainer, rank_zero_warn
 from torch_lawa.integrations.lightning.average import ModuleAverage
@@ -21,7 +22,7 @@ from torch_lawa.integrations.lightning.strategies import (
     sharded,
     trained_model,
 )
-from torch_lawa.integrations.window_files import SavedWindows, refuse_window, window_beside
+from torch_lawa.integrations.window_files import SavedWindows, window_beside
 from torch_lawa.swap import refuse_if_swapped
 
 __all__ = ["attach_windows"]
@@ -113,7 +114,7 @@ class _StrategyWrapper:
     def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> Any:
         """Load a checkpoint and its window; the window is empty if the checkpoint has none."""
         checkpoint = self._load_checkpoint(checkpoint_path, *args, **kwargs)
-        refuse_window(str(checkpoint_path), checkpoint)
+        refuse_window(checkpoint, checkpoint_path)
         for average in self.averages:
             average.begin(self.trainer.lightning_module)
         entry = checkpoint.get(_KEY)

@@ -36,6 +36,8 @@ Metrics: TypeAlias = Literal["both", "averaged"]
 
 logger = logging.getLogger(__name__)
 
+_REGULAR = ("steps", "epoch")  # values of `save_strategy`
+
 
 class LatestWeightAveragingCallback(TrainerCallback):
     """Keeps the `k` latest snapshots of the model that a Trainer trains.
@@ -130,6 +132,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
         self.model_is_final = False  # the Trainer has loaded its best model: nothing to swap in
         self._strategy: CollectStrategy = strategy
         self._asked_for_saves = collect_strategy == "save"
+        self._collects_saves = False  # whether this run saves regularly
         self._cadence = Cadence(
             schedule if schedule is not None else Every(collect_every),
             "epochs" if strategy == "epoch" else "steps",
@@ -235,6 +238,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
                     "epoch is not known. Set collect_strategy='steps' and collect_every."
                 )
             total //= per_epoch
+        self._collects_saves = self._strategy == "save" and _saves(args) in _REGULAR
         saves_every = int(state.save_steps) if _saves(args) == "steps" else per_epoch
         self._check_length(args, total, saves_every, warn=True)
         self._total, self._asked_step = total, -1
@@ -268,7 +272,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
 
     def before_save(self, model: nn.Module, state: TrainerState) -> None:
         """Collect what is about to be saved, once; before its evaluation if there is one."""
-        if self._strategy == "save":
+        if self._collects_saves:
             self._ask(model, state)
 
     def after_evaluation(
@@ -367,7 +371,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
         self, args: TrainingArguments, total: int | None, saves_every: int | None, *, warn: bool
     ) -> None:
         """Warn about a run that gives too few snapshots; refuse it if its options need one."""
-        if self._strategy == "save" and _saves(args) == "no":
+        if self._strategy == "save" and _saves(args) not in _REGULAR:
             return  # `_check_arguments` has said so
         asked: Iterable[int] | None = None
         if self._strategy == "save" and total is not None and saves_every is not None:
@@ -389,17 +393,13 @@ class LatestWeightAveragingCallback(TrainerCallback):
 
     def _check_arguments(self, args: TrainingArguments, *, warn: bool) -> None:
         saves = _saves(args)
-        if self._strategy == "save" and saves not in ("steps", "epoch"):
-            why = "nothing is saved" if saves == "no" else "saves depend on the metric"
+        if self._strategy == "save" and saves not in _REGULAR:
+            why = "nothing is saved" if saves == "no" else "saves depend on a metric"
             problem = (
                 f"collect_strategy='save' with save_strategy={saves!r}: {why}. Set "
                 "collect_strategy='steps' (and collect_every) or 'epoch'."
             )
-            if (
-                self._asked_for_saves
-                or saves != "no"
-                or selects_average(str(args.metric_for_best_model))
-            ):
+            if self._asked_for_saves or selects_average(str(args.metric_for_best_model)):
                 raise ConfigError(problem)
             if warn:
                 warnings.warn(

@@ -272,7 +272,7 @@ def test_limits_are_named_seeds_ends_and_unknown_time() -> None:
     assert "Seed 1 is left out" in against.notes[0]
     one_seed, time, ends = recipe.notes
     assert one_seed.startswith("sgd: only one seed")
-    assert time.startswith("sgd, adam: time and GPU-hours are unknown")
+    assert time.startswith("all runs: time and GPU-hours are unknown")
     assert ends.startswith("adam: seeds ended at different epochs (3, 2)")
 
 

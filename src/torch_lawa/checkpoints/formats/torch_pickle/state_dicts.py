@@ -19,6 +19,7 @@ __all__ = [
     "find_progress",
     "find_weights",
     "is_training_state",
+    "refuse_window",
 ]
 
 WEIGHT_KEYS = ("state_dict", "model_state_dict", "model", "module", "state_dict_ema", "model_ema")
@@ -28,6 +29,7 @@ _TRAINING_STATE = (
     *("optim", "lr_sched", "scheduler", "averager", "scaler", "callback", "loops"),
     *("dataloader", "train_state", "rng", "random_state"),
 )
+_WINDOW_KEYS = {"version", "token", "notes", "k", "windows"}  # what integrations save
 _MAX_DEPTH = 32
 _MAX_NAMES = 1_000_000
 _MAX_TEXT = 1 << 27  # a long key is repeated in the name of every tensor under it
@@ -73,7 +75,9 @@ def find_weights(
             f"{location}: contains a {type(top).__name__}, not a dict of named tensors: save "
             "model.state_dict()."
         )
-    if key is not None:
+    if key is None:
+        refuse_window(top, location)
+    else:
         return finder.collect(finder.look_up(top, key), key if key != "." else "", ())
     return finder.collect(*finder.guess(top, all_if_unclear))
 
@@ -101,6 +105,15 @@ def is_training_state(key: object) -> bool:
     (True, False)
     """
     return str(key).lower().startswith(_TRAINING_STATE)
+
+
+def refuse_window(top: object, location: object) -> None:
+    """Raise if what was read from `location` is a window that was saved beside a checkpoint."""
+    if isinstance(top, dict) and top.keys() >= _WINDOW_KEYS:
+        raise FormatError(
+            f"{location}: this is the window of snapshots of a checkpoint, not a checkpoint. Pass "
+            "the checkpoint: for .lawa/NAME.window, the file NAME in the folder above .lawa."
+        )
 
 
 class _Finder(Generic[Leaf]):
