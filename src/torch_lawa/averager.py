@@ -106,7 +106,7 @@ class LatestWeightAverager:
         min_snapshots: How many snapshots an average needs; `k` by default, as in the paper, and 1
             with a horizon. `min_snapshots=1` averages whatever was collected, from the first
             snapshot on.
-        store: Where snapshots are kept: "host" memory (filled asynchronously from a GPU), the
+        store: Where snapshots are kept: "host" memory (filled in the background from a GPU), the
             model's "device", or a `DiskStore(folder)`.
         storage_dtype: Store snapshots in `torch.bfloat16` or `torch.float16` to halve their memory.
             This rounds values by up to 0.4 % (2**-8) and 0.05 % (2**-11, up to 65,504); the error
@@ -116,8 +116,7 @@ class LatestWeightAverager:
         frozen: Parameters that do not require gradients: "keep" one copy, from the newest
             snapshot, or "omit" them (adapters on a large frozen model).
         include: Average only tensors whose name matches one of these patterns, such as "*.lora_*"
-            (`*` matches dots, too; the pattern must match the whole name). Tied weights match by
-            any of their names.
+            (the whole name; `*` matches dots, too). Tied weights match by any of their names.
         exclude: Do not average tensors whose name matches one of these patterns, such as
             "*embed*". Tensors that are not averaged stay raw: the average has their values of the
             newest snapshot, of which one copy is stored. `lawa average` has the same options, but
@@ -146,8 +145,8 @@ class LatestWeightAverager:
     ) -> None:
         k, samples = whole_number("k", k, least=1), whole_number("samples", samples, least=1)
         schedule = choose_schedule(schedule, horizon, k * samples)
-        least = 1 if isinstance(schedule, Horizon) else k
-        least = least if min_snapshots is None else min_snapshots
+        usual = 1 if isinstance(schedule, Horizon) else k
+        least = usual if min_snapshots is None else min_snapshots
         self._min_snapshots = whole_number("min_snapshots", least, least=1, most=k)
         one_of("buffers", buffers, ("newest", "average"))
         one_of("frozen", frozen, ("keep", "omit"))
@@ -168,8 +167,8 @@ class LatestWeightAverager:
         self._window = Window(store, k, storage_dtype, _sliding, samples)
         self._ranks_agreed = False  # whether those of a sharded model have been compared
         self._slots = False  # whether `state_dict` has a slot for every snapshot
-        if self._window.found is not None:
-            self._take_counters(self._window.found)
+        if (found := self._window.found) is not None:
+            self._take_counters(found)
 
     @property
     def k(self) -> int:
@@ -203,7 +202,7 @@ class LatestWeightAverager:
 
     @property
     def num_averaged(self) -> int:
-        """How many snapshots, the newest, an average takes: all, or those within the horizon."""
+        """How many of the newest snapshots an average takes: all, or those within the horizon."""
         return self._schedule.num_averaged(self.snapshot_steps)
 
     @property
@@ -266,14 +265,14 @@ class LatestWeightAverager:
     def collect(self, model: nn.Module | Mapping[str, Tensor], *, step: int | None = None) -> None:
         """Take a snapshot of a model (or of a state dict); the oldest leaves a full window.
 
-        `step` labels the snapshot in `snapshot_steps` and in messages. The default is the number of
-        calls of `step` so far, or of `collect` if `step` is not used. Labels must increase.
+        `step` labels it in `snapshot_steps` and in messages; labels must increase. The default is
+        the number of calls of `step` so far, or of `collect` if `step` is not used.
         """
         refuse_if_swapped(model, "collect was called")
-        label = self._window.next_label(step, self._num_steps or self.num_collected + 1)
+        index = self.num_collected
+        label = self._window.next_label(step, self._num_steps or index + 1)
         selection = self._select(model)
         self._compare_ranks(model, f"the first call of averager.collect, of step {label},")
-        index = self.num_collected
         counters: Counters = {**self._counters(), "num_collected": index + 1}
         with ordinary_mode():
             self._window.put(Snapshot(index, label), selection, counters)

@@ -39,8 +39,8 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in found.items()}  # not what swaps will change
 
 
-def save(rank: int, folder: str, num_steps: int, asynchronous: bool) -> None:
-    model, averager = net(shard=True), LatestWeightAverager(k=K)
+def save(rank: int, folder: str, num_steps: int, asynchronous: bool, samples: int = 1) -> None:
+    model, averager = net(shard=True), LatestWeightAverager(k=K, samples=samples)
     collect(model, averager, range(1, num_steps + 1))
     state = {"model": model.state_dict(), "averager": averager}
     if not asynchronous:
@@ -51,8 +51,8 @@ def save(rank: int, folder: str, num_steps: int, asynchronous: bool) -> None:
     pending.result()  # type: ignore[union-attr]
 
 
-def load(rank: int, folder: str, shard: bool, k: int) -> dict[str, Any]:
-    model, averager = net(shard=shard), LatestWeightAverager(k=k)
+def load(rank: int, folder: str, shard: bool, k: int, samples: int = 1) -> dict[str, Any]:
+    model, averager = net(shard=shard), LatestWeightAverager(k=k, samples=samples)
     averager.bind(model)
     state = {"model": model.state_dict(), "averager": averager}
     dcp.load(state, checkpoint_id=folder)
@@ -67,8 +67,8 @@ def load(rank: int, folder: str, shard: bool, k: int) -> dict[str, Any]:
     return found
 
 
-def uninterrupted(num_steps: int, k: int) -> dict[str, Any]:
-    model, averager = net(shard=False), LatestWeightAverager(k=k)
+def uninterrupted(num_steps: int, k: int, samples: int = 1) -> dict[str, Any]:
+    model, averager = net(shard=False), LatestWeightAverager(k=k, samples=samples)
     collect(model, averager, range(1, num_steps + 1))
     found: dict[str, Any] = {
         "steps": averager.snapshot_steps,
@@ -91,13 +91,13 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "world_size",
-    [3, *(pytest.param(n, marks=pytest.mark.matrix) for n in (1, 2, 4))],
+    ("world_size", "samples"),
+    [(3, 1), (3, 2), *(pytest.param(n, 1, marks=pytest.mark.matrix) for n in (1, 2, 4))],
 )
-def test_loaded_on_any_number_of_ranks(world_size: int, tmp_path: Path) -> None:
-    on_ranks(2, save, str(tmp_path), 5, False)
-    for found in on_ranks(world_size, load, str(tmp_path), True, K):
-        assert_same(found, uninterrupted(5, K))
+def test_loaded_on_any_number_of_ranks(world_size: int, samples: int, tmp_path: Path) -> None:
+    on_ranks(2, save, str(tmp_path), 5, False, samples)
+    for found in on_ranks(world_size, load, str(tmp_path), True, K, samples):
+        assert_same(found, uninterrupted(5, K, samples))
 
 
 @pytest.mark.matrix

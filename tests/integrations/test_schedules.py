@@ -93,6 +93,27 @@ def test_a_horizon_in_lightning_and_transformers(tmp_path: Path) -> None:
     assert min(history(ran, "eval_averaged_loss")) == 2  # the first evaluation
 
 
+def test_samples_in_lightning_and_transformers(tmp_path: Path) -> None:
+    """Blocks of both are those of a plain loop, also resumed."""
+    options: dict[str, Any] = {"k": 3, "horizon": 0.5, "samples": 2}
+    plain = LatestWeightAverager(**options)
+    for _ in range(18):
+        plain.step({"w": torch.zeros(1)})
+    whole, rest = (LatestWeightAveraging(**options) for _ in range(2))
+    fit(tmp_path, whole)
+    with pytest.raises(ConnectionError):
+        saves = ModelCheckpoint(tmp_path / "run", save_last=True)
+        fit(tmp_path, LatestWeightAveraging(**options), saves, Crash())
+    fit(tmp_path, rest, ckpt=tmp_path / "run" / "last.ckpt")
+    callback = averaging(**options)
+    trainer(tmp_path / "transformers", callback, max_steps=18, save_strategy="no").train()
+    for found in (whole.averager, rest.averager, callback.averager):
+        assert found.snapshot_steps == plain.snapshot_steps
+        assert found.samples == 2
+    for name, tensor in whole.averager.average().items():
+        assert torch.equal(tensor, rest.averager.average()[name])
+
+
 def test_a_new_run_begins_the_schedule_again(tmp_path: Path) -> None:
     averaging = LatestWeightAveraging(k=3, schedule=parse_schedule("growing:2"))
     fit(tmp_path, averaging)

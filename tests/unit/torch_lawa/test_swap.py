@@ -56,8 +56,8 @@ def test_failing_while_writing_restores(monkeypatch: pytest.MonkeyPatch) -> None
     before = state(model)
     original = averager._window.mean_into
 
-    def broken(targets, n, weights):  # type: ignore[no-untyped-def]
-        original(targets, n, weights)
+    def broken(*arguments, **options):  # type: ignore[no-untyped-def]
+        original(*arguments, **options)
         raise MemoryError
 
     monkeypatch.setattr(averager._window, "mean_into", broken)

@@ -20,7 +20,7 @@ METHODS = ("growing-ema:0.1", "horizon:0.5:4:0.6")
 
 def landing_plan(**changes: Any) -> RunPlan:
     changes = {"ks": (2,), "epochs": 3, "schedule": "constant", "land": 0.5, **changes}
-    return smoke_plan("digits", methods=METHODS, quantize=(8,), horizon=0.5, **changes)
+    return smoke_plan("digits", methods=METHODS, quantize=(8,), horizon=0.5, samples=2, **changes)
 
 
 def test_a_branch_has_the_rows_of_a_run_of_its_own(tmp_path: Path) -> None:

@@ -1,0 +1,166 @@
+"""Snapshots that are means of samples: the mean of every point, also resumed and exported."""
+
+import copy
+import io
+import itertools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from support.models import assert_same_state
+from torch import Tensor, nn
+
+from torch_lawa import Blend, DiskStore, LatestWeightAverager
+from torch_lawa.errors import ConfigError, StateError
+from torch_lawa.stores.memory import HostStore
+
+TOLERANCE = {torch.float64: 1e-15, torch.float32: 1e-6, torch.bfloat16: 1e-2}
+
+
+class Run:
+    """A model whose weights are known at every step."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).to(dtype)
+        self.points: list[Tensor] = []
+
+    def step(self) -> None:
+        generator = torch.Generator().manual_seed(len(self.points))
+        with torch.no_grad():
+            for tensor in self.model.parameters():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        self.points.append(self.model[0].weight.detach().double().clone())
+
+    def collect(self, averager: LatestWeightAverager, count: int) -> None:
+        for _ in range(count):
+            self.step()
+            averager.collect(self.model)
+
+
+def averager_of(k: int, samples: int, store: Any = "host", **options: Any) -> LatestWeightAverager:
+    return LatestWeightAverager(k, samples=samples, store=store, min_snapshots=1, **options)
+
+
+@pytest.mark.parametrize("store", ["host", "device", "disk"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_mean_of_every_point(tmp_path: Path, store: str, dtype: torch.dtype) -> None:
+    """Blocks of the window count as often as they have samples, and so do the points since."""
+    run = Run(dtype)
+    averager = averager_of(3, 4, DiskStore(tmp_path / "window") if store == "disk" else store)
+    for collected in range(1, 31):
+        run.collect(averager, 1)
+        blocks = min(3, collected // 4)
+        assert len(averager) == blocks
+        if not blocks:
+            assert not averager.ready
+            continue
+        points = run.points[4 * (collected // 4 - blocks) :]
+        wanted = torch.stack(points).mean(0)
+        found = averager.average()["0.weight"]
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=TOLERANCE[dtype])
+    assert averager.snapshot_steps == [20, 24, 28]
+
+
+@settings(max_examples=40, deadline=None)
+@given(stop=st.integers(0, 20), how=st.sampled_from(["saved", "bound", "copied", "pickled"]))
+def test_resumed_at_any_point_it_is_the_same(stop: int, how: str) -> None:
+    whole, run = averager_of(2, 3), Run()
+    run.collect(whole, 21)
+    first, again = averager_of(2, 3), Run()
+    if how == "bound":
+        first.bind(again.model)
+    again.collect(first, stop)
+    if how in ("copied", "pickled"):
+        second = copy.deepcopy(first) if how == "copied" else pickle.loads(pickle.dumps(first))
+    else:
+        buffer = io.BytesIO()
+        torch.save(first.state_dict(), buffer)
+        buffer.seek(0)
+        second = averager_of(2, 3, "device")
+        second.load_state_dict(torch.load(buffer, weights_only=True))
+    again.collect(second, 21 - stop)
+    assert second.snapshot_steps == whole.snapshot_steps
+    assert_same_state(second.average(), whole.average())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_swapped_and_exported_it_is_the_same(tmp_path: Path, dtype: torch.dtype) -> None:
+    run, averager = Run(dtype), averager_of(3, 4)
+    run.collect(averager, 18)
+    average = averager.average()
+    with averager.swapped_into(run.model):
+        assert_same_state(dict(run.model.state_dict()), average)
+    averager.save_pretrained(tmp_path / "out")
+    assert_same_state(load_file(tmp_path / "out" / "model.safetensors"), average)
+
+
+def test_a_blend_takes_the_live_weights_instead_of_the_points_since() -> None:
+    run, averager = Run(torch.float64), averager_of(3, 4)
+    run.collect(averager, 14)
+    with averager.swapped_into(run.model, coefficients=Blend(0.5)):
+        found = run.model[0].weight.detach().clone()
+    wanted = 0.5 * torch.stack(run.points[:12]).mean(0) + 0.5 * run.points[-1]
+    torch.testing.assert_close(found, wanted)
+
+
+class Full(HostStore):
+    """A store that cannot take a snapshot now and then."""
+
+    fails = False
+
+    def put(self, *arguments: Any) -> None:
+        if self.fails:
+            raise OSError(28, "No space left on device")
+        super().put(*arguments)
+
+
+def test_a_snapshot_that_could_not_be_stored_loses_no_sample() -> None:
+    store, run = Full(), Run(torch.float64)
+    averager = averager_of(2, 4, store)
+    run.collect(averager, 7)
+    store.fails = True
+    with pytest.raises(OSError, match="space"):
+        run.collect(averager, 1)
+    store.fails = False
+    run.collect(averager, 1)
+    assert len(averager) == 2
+    blocks = torch.stack(run.points[:4]).mean(0), torch.stack(run.points[4:]).mean(0)
+    torch.testing.assert_close(averager.average()["0.weight"], torch.stack(blocks).mean(0))
+
+
+def test_a_new_window_and_another_model_begin_with_no_samples() -> None:
+    run, averager = Run(torch.float64), averager_of(2, 4)
+    run.collect(averager, 6)
+    averager.reset()
+    run.collect(averager, 4)
+    torch.testing.assert_close(averager.average()["0.weight"], torch.stack(run.points[6:]).mean(0))
+    averager.load_state_dict(averager_of(2, 4).state_dict())
+    assert not averager.ready
+
+
+def test_a_horizon_spreads_its_samples_over_the_share() -> None:
+    averager, model = LatestWeightAverager(k=4, horizon=0.5, samples=8), nn.Linear(2, 1)
+    due = [step for step in range(1, 2001) if averager.step(model)]
+    last = [step for step in due if step > 1000]
+    assert len(last) == 32
+    gaps = [b - a for a, b in itertools.pairwise(last)]
+    assert max(gaps) < 2.5 * min(gaps)
+    assert averager.snapshot_steps[0] >= 1000
+
+
+def test_damaged_samples_are_refused_and_nothing_changes() -> None:
+    run, averager = Run(), averager_of(2, 3)
+    run.collect(averager, 7)
+    average, state = averager.average(), averager.state_dict()
+    for change in ({"count": 0}, {"count": "many"}, {"total": {}}, {"total": {"w": 1}}):
+        with pytest.raises(StateError):
+            averager.load_state_dict({**state, "block": {**state["block"], **change}})
+    assert_same_state(averager.average(), average)
+    with pytest.raises(ConfigError, match="samples"):
+        averager_of(2, 0)
