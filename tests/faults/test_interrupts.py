@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.campaign import Campaign
+from support.campaign import Campaign, CountTrials
 from support.interrupts import Interrupt, is_free
 from torch import Tensor, nn
 
@@ -244,7 +244,7 @@ def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Path]]:
 
 @pytest.mark.parametrize("kind", STORES)
 def test_an_interrupt_anywhere_leaves_the_old_state_or_the_new_one(
-    kind: str, folders: Callable[[], Path], campaign: Campaign
+    kind: str, folders: Callable[[], Path], campaign: Campaign, trials: CountTrials
 ) -> None:
     draw, counts = random.Random(campaign.seed), {}
     plain = [(options, act) for options in ("plain", "sliding") for act in ACTS]
@@ -258,3 +258,4 @@ def test_an_interrupt_anywhere_leaves_the_old_state_or_the_new_one(
         except BaseException as error:
             error.add_note(f"{kind}, {options}, {act!r}, interrupted at place {at}")
             raise
+        trials("interrupts", 1)

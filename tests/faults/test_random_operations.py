@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.campaign import Campaign
+from support.campaign import Campaign, CountTrials
 from support.interrupts import Interrupt, is_free
 from support.models import brute_force, same_bits
 from torch import Tensor, nn
@@ -216,7 +216,7 @@ ACTS += ["load", "reopen", "wait"]
 
 
 def test_random_operations_give_what_a_list_gives(
-    campaign: Campaign, monkeypatch: pytest.MonkeyPatch
+    campaign: Campaign, trials: CountTrials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
     for seed in campaign.until_time_is_up(itertools.count(campaign.seed)):
@@ -232,4 +232,4 @@ def test_random_operations_give_what_a_list_gives(
             except BaseException as error:
                 error.add_note(f"seed {seed}: {', '.join(done)}")
                 raise
-        campaign.trials += len(done) - 1
+        trials("random operations", len(done))

@@ -1,11 +1,14 @@
 """The budget of a fault-injection campaign, and its count of trials."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 _T = TypeVar("_T")
+
+# Counts finished trials: their kind, and how many there were.
+CountTrials: TypeAlias = Callable[[str, int], None]
 
 
 @dataclass
@@ -14,13 +17,11 @@ class Campaign:
 
     seconds: float
     seed: int = 0
-    trials: int = 0
     _began: float = field(default_factory=time.monotonic)
 
     def until_time_is_up(self, trials: Iterable[_T]) -> Iterator[_T]:
-        """The given trials, at least one, as long as there is time; counts them."""
+        """The given trials, at least one, as long as there is time."""
         for each in trials:
             yield each
-            self.trials += 1
             if time.monotonic() - self._began > self.seconds:
                 return
