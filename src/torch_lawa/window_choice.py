@@ -296,4 +296,8 @@ class _Served(AbstractContextManager[None]):
             raise
 
     def __exit__(self, *_: object) -> None:
-        self._swap.__exit__(None, None, None)
+        try:
+            self._swap.__exit__(None, None, None)
+        except BaseException:  # a Ctrl-C before the call: restore the weights first
+            self._swap.__exit__(None, None, None)
+            raise
