@@ -20,6 +20,7 @@ from torch import Tensor
 from torch_lawa.errors import StateError
 from torch_lawa.shards import local
 from torch_lawa.stores.base import Content, Counters, Snapshot
+from torch_lawa.validation import DAMAGE
 from torch_lawa.window import Window
 
 __all__ = ["Saved", "pack", "pack_slots", "pickled", "unpack"]
@@ -113,7 +114,7 @@ def unpack(state: Mapping[str, Any]) -> Saved:
             Content(Snapshot(int(row["index"]), int(row["step"])), dict(row["tensors"]), kept)
             for row in rows
         ]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except DAMAGE as error:
         raise StateError(
             f"the saved averager state is damaged ({error!r}): load the checkpoint again."
         ) from None
