@@ -17,11 +17,13 @@ class Campaign:
 
     seconds: float
     seed: int = 0
+    trials: int = 0
     _began: float = field(default_factory=time.monotonic)
 
     def until_time_is_up(self, trials: Iterable[_T]) -> Iterator[_T]:
-        """The given trials, at least one, as long as there is time."""
+        """The given trials, at least one, as long as there is time; counts them."""
         for each in trials:
             yield each
+            self.trials += 1
             if time.monotonic() - self._began > self.seconds:
                 return
