@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +28,29 @@ _FLAGS = ["-O3", "-std=c11", "-fPIC", "-shared", "-ffp-contract=off", "-fno-trap
 _OLDEST_GLIBC = 17  # manylinux_2_17 is what pip and auditwheel call manylinux2014
 
 
-def build() -> Path | None:
-    """Compile `kernels.c` next to itself; None if there is no usable compiler."""
-    source = _FOLDER / "kernels.c"
-    target = _FOLDER / f"_kernels_{zlib.crc32(source.read_bytes()):08x}.so"
-    for old in _FOLDER.glob("_kernels_*"):
+def build(folder: Path = _FOLDER, flags: Sequence[str] = ()) -> Path | None:
+    """Compile the `kernels.c` of a folder next to itself; None if there is no usable compiler."""
+    source = folder / "kernels.c"
+    target = folder / f"_kernels_{zlib.crc32(source.read_bytes()):08x}.so"
+    for old in folder.glob("_kernels_*"):
         old.unlink()
-    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
-    if not shutil.which(compiler[0]):
-        compiler = ["cc"]
+    compiler = find_compiler()
     if sys.platform == "win32" or not shutil.which(compiler[0]):
         return None
     temporary = target.with_suffix(".partial")
-    command = [*compiler, *_FLAGS, str(source), "-o", str(temporary), "-lm"]
+    command = [*compiler, *_FLAGS, *flags, str(source), "-o", str(temporary), "-lm"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         print(f"torch-lawa: built without its C kernels:\n{done.stderr}", file=sys.stderr)
         return None
     temporary.rename(target)
     return target
+
+
+def find_compiler() -> list[str]:
+    """The command of the C compiler; it may not exist."""
+    found = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+    return found if shutil.which(found[0]) else ["cc"]
 
 
 def platform_tag(library: Path) -> str:

@@ -2,6 +2,7 @@
 
 import gc
 import signal
+from collections import Counter
 
 import pytest
 import torch
@@ -35,14 +36,10 @@ def _one_thread_and_a_seed() -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """The number of trials of the fault campaign (tests/faults)."""
-    reports = [r for kind in terminalreporter.stats.values() for r in kind]
-    trials = {
-        r.nodeid: value
-        for r in reports
-        for name, value in getattr(r, "user_properties", ())
-        if name == "trials"
-    }
-    if trials:
-        for test, number in sorted(trials.items()):
-            terminalreporter.write_line(f"{number:>8,} trials: {test}")
-        terminalreporter.write_line(f"{sum(trials.values()):>8,} trials of the fault campaign")
+    counts: Counter[str] = Counter()
+    for report in {id(r): r for some in terminalreporter.stats.values() for r in some}.values():
+        if getattr(report, "when", "") == "teardown":
+            counts.update(dict(report.user_properties).get("trials", {}))
+    if counts:
+        kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(counts.items()))
+        terminalreporter.write_line(f"{sum(counts.values()):,} trials: {kinds}")

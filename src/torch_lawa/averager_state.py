@@ -21,6 +21,7 @@ from torch_lawa.block_mean import Block, summed_dtype
 from torch_lawa.errors import StateError
 from torch_lawa.shards import local
 from torch_lawa.stores.base import Content, Counters, Snapshot
+from torch_lawa.validation import DAMAGE
 from torch_lawa.window import Window
 
 __all__ = ["Saved", "pack", "pack_slots", "pickled", "unpack"]
@@ -129,7 +130,7 @@ def unpack(state: Mapping[str, Any]) -> Saved:
             for row in rows
         ]
         block = _block(state, notes)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except DAMAGE as error:
         raise StateError(
             f"the saved averager state is damaged ({error!r}): load the checkpoint again."
         ) from None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_lawa.errors import BatchNormError
+from torch_lawa.interrupts import despite_interrupt
 from torch_lawa.ranks.barrier import barrier
 from torch_lawa.shards import local
 
@@ -72,7 +73,7 @@ def recalibrate_batch_norm(
                 "the loader gave no batches, so the BatchNorm statistics are unchanged. Pass a "
                 "loader that can be iterated again (not an exhausted iterator)."
             )
-        seen.write()
+        despite_interrupt(seen.write)
     return num_used
 
 
@@ -162,6 +163,15 @@ def _estimating(model: nn.Module, layers: list[_BatchNorm]) -> Iterator[None]:
     before = [
         (buffer, buffer.clone()) for layer in layers for buffer in layer.buffers(recurse=False)
     ]
+
+    def restore() -> None:
+        for buffer, value in before:
+            buffer.copy_(value)
+        for module, training in modes:
+            module.training = training
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum
+
     try:
         model.eval()
         for layer in layers:
@@ -169,12 +179,7 @@ def _estimating(model: nn.Module, layers: list[_BatchNorm]) -> Iterator[None]:
             layer.momentum = 1.0
         yield
     finally:
-        for buffer, value in before:
-            buffer.copy_(value)
-        for module, training in modes:
-            module.training = training
-        for layer, momentum in zip(layers, momenta, strict=True):
-            layer.momentum = momentum
+        despite_interrupt(restore)
 
 
 def _forward(model: nn.Module) -> Callable[[nn.Module, Any], Any]:

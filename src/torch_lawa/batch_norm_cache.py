@@ -95,10 +95,11 @@ class BatchNormCache:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what was saved with a window."""
-        self.clear()
+        found = {}
         if state:
             values = {name: value.clone() for name, value in state["values"].items()}
-            self._values[tuple(state["steps"])] = values
+            found[tuple(int(step) for step in state["steps"])] = values
+        self._values = found
 
 
 def _window(averager: LatestWeightAverager, k: int | None) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from torch_lawa.averager import Averager, LatestWeightAverager
 from torch_lawa.batch_norm import recalibrate_batch_norm
 from torch_lawa.coefficients import Coefficients, name_coefficients
 from torch_lawa.errors import ConfigError
+from torch_lawa.interrupts import despite_interrupt
 from torch_lawa.metrics import MetricsWriter, Row
 from torch_lawa.swap import swapped
 
@@ -227,13 +228,17 @@ def _policies(
 def evaluating(model: nn.Module) -> Iterator[None]:
     """The model is in evaluation mode without gradients; its modes are restored."""
     modes = [(module, module.training) for module in model.modules()]
+
+    def restore() -> None:
+        for module, training in modes:
+            module.training = training
+
     try:
         model.eval()
         with torch.no_grad():
             yield
     finally:
-        for module, training in modes:
-            module.training = training
+        despite_interrupt(restore)
 
 
 class ActClock:

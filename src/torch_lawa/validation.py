@@ -1,11 +1,15 @@
-"""Checks of arguments: raise where they are given, and say what is valid."""
+"""Checks of arguments and of saved data: raise where they are given, and say what is valid."""
 
 import operator
 from typing import SupportsIndex
 
 from torch_lawa.errors import ConfigError
 
-__all__ = ["check_float", "check_kind", "one_of", "whole_number"]
+__all__ = ["DAMAGE", "check_float", "check_kind", "one_of", "whole_number"]
+
+
+# What code that takes saved data apart raises if the data is damaged.
+DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 def one_of(name: str, value: object, choices: tuple[object, ...], hint: str = "") -> None:

@@ -8,10 +8,10 @@ between. A `WindowChooser` is the same for a training loop of your own.
 In all of this module k = 0 stands for the raw weights, those that are being trained.
 """
 
-import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
@@ -137,8 +137,7 @@ class WindowSearch:
         slack = self.margin * (raw - least) if raw < math.inf else 0.0
         if own < math.inf and own - least <= slack:
             best = self._k
-        self._k = best
-        self._num_decided += 1
+        self._k, self._num_decided = best, self._num_decided + 1
         return best
 
     def reset(self) -> None:
@@ -241,15 +240,13 @@ class WindowChooser:
             check_same_choice(model, k, self._group)
         return WindowChoice(k, values[k], values, clock.take()["choose"])
 
-    @contextlib.contextmanager
-    def swapped_into(self, model: nn.Module) -> Iterator[None]:
+    def swapped_into(self, model: nn.Module) -> AbstractContextManager[None]:
         """Swap the chosen window into a model for a `with` block; nothing if raw weights are best.
 
         BatchNorm statistics are those that the window was measured with. If a snapshot was
         collected since, the newest `k` are averaged and their statistics are re-estimated.
         """
-        with self._swapped_into(model, self.k) if self.k else contextlib.nullcontext():
-            yield
+        return self._swapped_into(model, self.k) if self.k else nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """The choice, as plain numbers; save it with the averager's state."""
@@ -259,17 +256,17 @@ class WindowChooser:
         """Resume from a saved state."""
         self._search.load_state_dict(state)
 
-    @contextlib.contextmanager
-    def _swapped_into(self, model: nn.Module, k: int) -> Iterator[None]:
-        with self._averager.swapped_into(model, k):
+    def _swapped_into(self, model: nn.Module, k: int) -> AbstractContextManager[None]:
+        def put_statistics() -> None:
             self._batch_norm.put_into(
                 model,
                 self._averager,
-                lambda: contextlib.nullcontext(self._loader or ()),
+                lambda: nullcontext(self._loader or ()),
                 group=self._group,
                 k=k,
             )
-            yield
+
+        return _Served(self._averager.swapped_into(model, k), put_statistics)
 
     def _measured(self, model: nn.Module) -> float:
         with evaluating(model):
@@ -281,3 +278,26 @@ class WindowChooser:
                 f"evaluate returned a {type(value).__name__}: return one number, such as the "
                 "validation loss."
             ) from None
+
+
+class _Served(AbstractContextManager[None]):
+    """A swap, and the statistics for it. Not a generator, for the reason that a swap is not one."""
+
+    def __init__(self, swap: AbstractContextManager[None], put_statistics: Callable[[], None]):
+        self._swap, self._put_statistics = swap, put_statistics
+
+    def __enter__(self) -> None:
+        try:
+            self._swap.__enter__()
+            self._put_statistics()
+            return  # here, so that nothing is left to interrupt
+        except BaseException:
+            self._swap.__exit__(None, None, None)  # which may be called at any moment
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._swap.__exit__(None, None, None)
+        except BaseException:  # a Ctrl-C before the call: restore the weights first
+            self._swap.__exit__(None, None, None)
+            raise

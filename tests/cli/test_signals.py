@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import click
 import pytest
 
+from torch_lawa.cli import main
 from torch_lawa.cli.progress import run_with_progress
 from torch_lawa.cli.signals import StopRequest, interruptible
 from torch_lawa.offline.engine import Meter, Stopped, in_threads
@@ -98,3 +99,26 @@ def test_work_that_finishes_all_the_same_is_not_lost() -> None:
         return 7
 
     assert run_with_progress(act, Meter(), "", shown=False) == 7
+
+
+@pytest.mark.parametrize(("interrupted", "code"), [(True, 130), (False, None)])
+def test_an_interrupt_that_an_import_reports_as_its_own_error(
+    interrupted: bool, code: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NumPy does."""
+
+    def importing(*_: object, **__: object) -> None:
+        try:
+            if interrupted:
+                signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            pass
+        raise ImportError("failed to import")
+
+    monkeypatch.setattr(main.lawa, "main", importing)
+    if code is None:
+        with pytest.raises(ImportError):
+            main._run([])
+    else:
+        assert main._run([]) == code
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

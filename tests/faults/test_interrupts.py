@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.campaign import Campaign
+from support.campaign import Campaign, CountTrials
 from support.interrupts import Interrupt, is_free
 from torch import Tensor, nn
 
-from torch_lawa import DiskStore, Every, LatestWeightAverager, OnPlateau
+from torch_lawa import Blend, DiskStore, Every, Horizon, LatestWeightAverager, OnPlateau
 from torch_lawa import swap as swaps
 
 pytestmark = pytest.mark.faults
@@ -31,12 +31,14 @@ K = 3
 
 
 class Net(nn.Module):
-    """Two dtypes, a frozen tensor, a buffer that may grow, and a counter."""
+    """Two dtypes, a transposed, a tied and a frozen tensor, a buffer that may grow, a counter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.zeros(130))
         self.h = nn.Parameter(torch.zeros(3, 2, dtype=torch.bfloat16))
+        self.transposed = nn.Parameter(torch.zeros(2, 3).t())
+        self.tied = self.w
         self.frozen = nn.Parameter(torch.full((2,), 7.0), requires_grad=False)
         self.register_buffer("seen", torch.zeros(1))
         self.register_buffer("count", torch.tensor(0))
@@ -45,6 +47,7 @@ class Net(nn.Module):
         with torch.no_grad():
             self.w.fill_(value)
             self.h.fill_(value)
+            self.transposed.fill_(value)
             self.seen.fill_(value)
             self.count.fill_(int(value))
 
@@ -119,6 +122,25 @@ def _swap(case: Case) -> None:
         case.model.seen.fill_(99)
 
 
+def _swap_blended(case: Case) -> None:
+    with case.averager.swapped_into(case.model, 2, coefficients=Blend(0.5)):
+        assert case.model.w[0].item() == 2.75  # 3, and the mean of 2 and 3
+
+
+def _open(case: Case) -> None:
+    """As a later process does."""
+    case.averager.wait()
+    case.averager = None  # type: ignore[assignment]
+    gc.collect()
+    case.averager = case.make()
+
+
+def _step_and_read(case: Case) -> None:
+    _step(case)
+    if len(case.averager):
+        case.averager.average(k=len(case.averager))
+
+
 def _step(case: Case) -> None:
     case.model.set(9.0)
     case.averager.step(case.model, loss=2.0)
@@ -141,8 +163,20 @@ ACTS: dict[str, Act] = {
     "step, after a swap": (lambda case: (_full(case), _swap(case), None)[-1], _step),
     "step, larger buffer": (_full, _grow),
     "step, unfrozen": (_full, _unfreeze),
+    "step and average, first": (lambda case: case.model.set(5.0), _step_and_read),
+    "step and average, growing": (lambda case: case.collect(1.0), _step_and_read),
+    "step and average, full": (_read, _step_and_read),
     "swap": (_full, _swap),
+    "swap, blended": (_full, _swap_blended),
     "average": (_read, lambda case: case.averager.average()),
+    "average, one snapshot": (_read, lambda case: case.averager.average(k=1)),
+    "average, blended": (_read, lambda case: case.averager.average(coefficients=Blend(0.5))),
+    "bind": (lambda _: None, lambda case: case.averager.bind(case.model)),
+    "save": (_full, lambda case: case.averager.state_dict()),
+    "export": (
+        _full,
+        lambda case: case.averager.save_pretrained(case.folder / "exported", case.model),
+    ),
     "load": (_full, lambda case: case.averager.load_state_dict(_state(case))),
     "load, into none": (lambda _: None, lambda case: case.averager.load_state_dict(_state(case))),
     "load none": (
@@ -156,10 +190,17 @@ ACTS: dict[str, Act] = {
 }
 
 
+MORE: dict[str, dict[str, Act]] = {
+    "disk": {"open": (_full, _open)},
+    "host": {"copy": (_full, lambda case: copy.deepcopy(case.averager))},
+    "device": {"copy": (_full, lambda case: copy.deepcopy(case.averager))},
+}
+
+
 @functools.cache
 def before_and_after(kind: str, options: str, act: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What can be observed before an act, and after it."""
-    prepare, do = ACTS[act]
+    prepare, do = {**ACTS, **MORE[kind]}[act]
     with tempfile.TemporaryDirectory() as folder:
         case = Case(Path(folder), kind, OPTIONS[options])
         prepare(case)
@@ -170,7 +211,7 @@ def before_and_after(kind: str, options: str, act: str) -> tuple[dict[str, Any],
 
 def trial(folder: Path, kind: str, options: str, act: str, at: int | None) -> int:
     """Interrupt the act at one place and check everything; returns how many places there are."""
-    prepare, do = ACTS[act]
+    prepare, do = {**ACTS, **MORE[kind]}[act]
     old, new = before_and_after(kind, options, act)
     case = Case(folder, kind, OPTIONS[options])
     prepare(case)
@@ -185,6 +226,9 @@ def trial(folder: Path, kind: str, options: str, act: str, at: int | None) -> in
     where = interrupt.where
     if interrupt.entering == "_Swap.__exit__":
         caught = None  # no code of ours can run before it: the weights return with this exception
+    if case.averager is None:
+        caught = None  # type: ignore[unreachable]  # it holds the store, which holds the folder
+        case.averager = case.make()
     averager, model = case.averager, case.model
     assert torch.is_grad_enabled(), where
     assert not torch.is_inference_mode_enabled(), where
@@ -192,11 +236,12 @@ def trial(folder: Path, kind: str, options: str, act: str, at: int | None) -> in
     assert not swaps._swapped, where
     found = facts(averager)
     assert found in (old, new), (where, found, old, new)
-    if act in ("swap", "average"):
+    if not act.startswith("step"):
         assert all(torch.equal(value, own[name]) for name, value in values(model).items()), where
     if at is None:
         assert found == new
     if kind == "disk":
+        averager.wait()  # its thread uses the folder
         case.averager = averager = None  # type: ignore[assignment]
         del caught
         gc.collect()
@@ -217,20 +262,24 @@ def works_on(averager: LatestWeightAverager, where: str) -> None:
     for value in taken:
         model.set(value)
         averager.collect(model)
-    mean = averager.average()
+    mean = averager.average(k=K)
     assert mean["w"].unique().tolist() == [27.0], where
     assert mean["h"].unique().tolist() == [27.0], where
     assert mean["count"].item() == 30, where
-    with averager.swapped_into(model):
+    with averager.swapped_into(model, K):
         assert model.w.unique().tolist() == [27.0], where
     assert model.w.unique().tolist() == [30.0], where
-    assert len(averager.state_dict()["snapshots"]) == K, where
+    fresh = LatestWeightAverager(k=K, schedule=copy.deepcopy(averager.schedule))
+    fresh.load_state_dict(averager.state_dict())
+    assert facts(fresh) == facts(averager), where
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sliding": {"_sliding": True},
     "plateau": {"schedule": OnPlateau(patience=1), "min_snapshots": 1},
+    "horizon": {"schedule": Horizon(0.5, k=K), "min_snapshots": 1},
+    "narrow": {"storage_dtype": torch.bfloat16, "buffers": "average"},
 }
 
 
@@ -244,11 +293,14 @@ def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Path]]:
 
 @pytest.mark.parametrize("kind", STORES)
 def test_an_interrupt_anywhere_leaves_the_old_state_or_the_new_one(
-    kind: str, folders: Callable[[], Path], campaign: Campaign
+    kind: str, folders: Callable[[], Path], campaign: Campaign, trials: CountTrials
 ) -> None:
     draw, counts = random.Random(campaign.seed), {}
-    plain = [(options, act) for options in ("plain", "sliding") for act in ACTS]
-    choices = plain + [("plateau", act) for act in ACTS if act.startswith(("step", "load"))]
+    acts = [*ACTS, *MORE[kind]]
+    choices = [(options, act) for options in ("plain", "sliding", "narrow") for act in acts]
+    changing = [act for act in ACTS if act.startswith(("step", "load"))]
+    choices += [(options, act) for options in ("plateau", "horizon") for act in changing]
+    choices.remove(("narrow", "step, larger buffer"))  # averaged buffers have one shape
     for options, act in campaign.until_time_is_up(draw.choice(choices) for _ in itertools.count()):
         if (options, act) not in counts:
             counts[options, act] = trial(folders(), kind, options, act, None)
@@ -258,3 +310,4 @@ def test_an_interrupt_anywhere_leaves_the_old_state_or_the_new_one(
         except BaseException as error:
             error.add_note(f"{kind}, {options}, {act!r}, interrupted at place {at}")
             raise
+        trials("interrupts", 1)

@@ -1,11 +1,14 @@
 """The budget of a fault-injection campaign, and its count of trials."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 _T = TypeVar("_T")
+
+# Counts finished trials: their kind, and how many there were.
+CountTrials: TypeAlias = Callable[[str, int], None]
 
 
 @dataclass

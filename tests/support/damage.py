@@ -1,7 +1,8 @@
-"""Damaged JSON: every value of a document in turn replaced by values that do not belong there."""
+"""Damaged files: documents with values that do not belong there, and damaged bytes."""
 
 import copy
 import json
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,48 @@ JUNK: tuple[Any, ...] = (
     None, True, -2, 0.5, 1e308, 10**30, "", "..", "/", "../victim", "a/b", "\0", "x" * 300,
     [], [[]], {}, {"x": "/"}, [None],
 )  # fmt: skip
+
+
+_LARGE = [b"\xff" * 8, (2**62).to_bytes(8, "little"), b"9" * 40, b"\x00" * 16, b'"' * 3, b"[" * 300]
+
+
+def damaged_bytes(data: bytes, chance: random.Random) -> bytes:
+    """The bytes with one to three things wrong."""
+    for _ in range(chance.randint(1, 3)):
+        at = chance.randrange(len(data)) if data else 0
+        length = min(len(data) - at, chance.choice([1, 1, 2, 8, 64]))
+        kind = chance.choice(["flip", "cut", "insert", "repeat", "large", "zero", "drop"])
+        if kind == "flip" and data:
+            flipped = data[at] ^ (1 << chance.randrange(8))
+            data = data[:at] + bytes([flipped]) + data[at + 1 :]
+        elif kind == "cut":
+            data = data[:at]
+        elif kind == "insert":
+            data = data[:at] + chance.randbytes(length) + data[at:]
+        elif kind == "repeat":
+            data = data[:at] + data[at : at + length] * chance.randint(2, 50) + data[at + length :]
+        elif kind == "large":
+            new = chance.choice(_LARGE)
+            data = data[:at] + new + data[at + len(new) :]
+        elif kind == "zero":
+            data = data[:at] + bytes(length) + data[at + length :]
+        elif kind == "drop":
+            data = data[:at] + data[at + length :]
+    return data
+
+
+def damaged_value(found: Any, chance: random.Random) -> Any:
+    """A copy of nested dicts and lists in which one value is junk, or missing."""
+    changed = copy.deepcopy(found)
+    *where, last = chance.choice(list(_places(changed)))
+    inside = changed
+    for key in where:
+        inside = inside[key]
+    if chance.random() < 0.15:
+        del inside[last]
+    else:
+        inside[last] = chance.choice(JUNK)
+    return changed
 
 
 def damaged_documents(text: str) -> Iterator[str]:

@@ -87,8 +87,8 @@ class Interrupt:
         self._previous.clear()
 
     def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename not in self._files:
-            return None
+        if frame.f_code.co_filename not in self._files or frame.f_code.co_name == "__del__":
+            return None  # Python ignores what is raised in `__del__`
         frame.f_trace_opcodes = True
         return self._place
 

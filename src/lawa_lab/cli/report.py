@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from torch_lawa.errors import LawaError, OutputError
+from torch_lawa.validation import DAMAGE
 
 if TYPE_CHECKING:
     from lawa_lab.report.runs import Run
@@ -147,11 +148,12 @@ def _write(
 def _earlier_figures(output: Path) -> set[str]:
     """The figures of an earlier report, which must not be left among the new ones."""
     try:
-        names = json.loads((output / _JSON).read_bytes())["figures"]
-    except (OSError, ValueError, KeyError, TypeError):
+        names = set(json.loads((output / _JSON).read_bytes())["figures"])
+        parts = {name: Path(name).parts for name in names}
+        inside = {n for n, path in parts.items() if path[:1] == (_FIGURES,) and ".." not in path}
+        return {name for name in inside if (output / name).is_file()}
+    except (OSError, *DAMAGE):
         return set()
-    parts = {str(name): Path(str(name)).parts for name in names}
-    return {name for name, path in parts.items() if path[:1] == (_FIGURES,) and ".." not in path}
 
 
 def _refuse_earlier(output: Path) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
 from torch_lawa.checkpoints.storage.atomic import TEMPORARY, publish, recover_all, remove, replacing
 from torch_lawa.errors import ConfigError, LawaError, StateError
 from torch_lawa.metrics import read_metrics
+from torch_lawa.validation import DAMAGE
 
 __all__ = ["RunFolder", "RunPlan"]
 
@@ -150,7 +152,7 @@ class RunFolder:
             raise ConfigError(
                 f"{self.path}: contains no run of `lawa train` ({error.strerror})."
             ) from None
-        except (KeyError, TypeError, ValueError) as error:
+        except DAMAGE as error:
             raise ConfigError(
                 f"{self.config}: not a configuration of this version of `lawa train` ({error})."
             ) from None
@@ -200,7 +202,7 @@ class RunFolder:
     def _cut_metrics(self, step: int) -> None:
         if not self.metrics.exists():
             return
-        rows = [row for row in read_metrics(self.metrics) if row.get("step", 0) <= step]
+        rows = [row for row in read_metrics(self.metrics) if (row.get("step") or 0) <= step]
         with replacing(self.metrics) as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
 
@@ -213,7 +215,8 @@ class RunFolder:
 
     def _cut_trajectory(self, step: int) -> None:
         for path in self.trajectory.glob("step-*.safetensors"):
-            if int(path.stem.split("-")[1]) > step:
+            found = re.match(r"step-(\d{1,18})(-|$)", path.stem)
+            if found is not None and int(found[1]) > step:
                 path.unlink()
 
 

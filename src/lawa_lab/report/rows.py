@@ -9,6 +9,7 @@ from typing import Any
 from lawa_lab.report.curves import BETTER
 from torch_lawa.errors import FormatError
 from torch_lawa.metrics import Row, read_metrics
+from torch_lawa.validation import DAMAGE
 
 __all__ = ["find_files", "read_rows"]
 
@@ -104,7 +105,7 @@ def _planned_peak(file: Path) -> float | None:
     try:
         plan = json.loads((file.parent / "config.json").read_bytes())
         return float(plan["hyperparameters"]["learning_rate"])
-    except (OSError, KeyError, TypeError, ValueError):
+    except (OSError, *DAMAGE):
         return None
 
 

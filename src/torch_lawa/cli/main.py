@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import io
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import entry_points
 
@@ -18,6 +18,7 @@ import click
 
 from torch_lawa._version import __version__
 from torch_lawa.cli.output import echo, shortened, tolerate_any_text
+from torch_lawa.cli.signals import noted_interrupts
 from torch_lawa.errors import LawaError
 
 __all__ = ["lawa", "main"]
@@ -79,6 +80,11 @@ def main(args: list[str] | None = None, *, verbs: Verbs | None = None) -> None:
 
 def _run(args: list[str] | None) -> int:
     _allow_open_files()
+    with noted_interrupts() as interrupts:
+        return _run_verb(args, interrupts)
+
+
+def _run_verb(args: list[str] | None, interrupts: Sequence[int]) -> int:
     try:
         code = lawa.main(args, prog_name="lawa", standalone_mode=False)
     except click.ClickException as error:
@@ -87,12 +93,23 @@ def _run(args: list[str] | None) -> int:
         echo(shortened(shown.getvalue().rstrip("\n")), err=True)
         return error.exit_code
     except click.Abort:
-        click.echo("Stopped.", err=True)
-        return 130
+        return _stopped()
+    except ImportError:
+        if not interrupts:
+            raise
+        return _stopped()  # NumPy reports an interrupt of its import in this way
+    except MemoryError as error:
+        echo(shortened(f"Error: not enough memory ({error})."), err=True)
+        return 1
     except (LawaError, OSError) as error:
         echo(shortened(f"Error: {' '.join(str(error).split())}"), err=True)
         return 1
     return code if isinstance(code, int) else 0
+
+
+def _stopped() -> int:
+    click.echo("Stopped.", err=True)
+    return 130
 
 
 def _allow_open_files() -> None:

@@ -2,7 +2,7 @@
 
 `interruptible` raises `KeyboardInterrupt` at once, for work that removes its own temporary files.
 `interrupt_once` does so for a rank of torchrun, which may send the signal again during the cleanup.
-`StopRequest` lets the current unit of work finish first.
+`StopRequest` lets the current unit of work finish first. `noted_interrupts` remembers Ctrl-C.
 """
 
 import signal
@@ -13,7 +13,30 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["StopRequest", "interrupt_once", "interruptible"]
+__all__ = ["StopRequest", "interrupt_once", "interruptible", "noted_interrupts"]
+
+
+@contextmanager
+def noted_interrupts() -> Iterator[list[int]]:
+    """Add each Ctrl-C in the block to a list, besides raising `KeyboardInterrupt` as usual.
+
+    Libraries may turn a `KeyboardInterrupt` during their import into another error.
+    """
+    noted: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+        raise KeyboardInterrupt
+
+    usual = signal.default_int_handler
+    ours = _in_main_thread() and signal.getsignal(signal.SIGINT) is usual
+    if ours:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield noted
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, usual)
 
 
 @contextmanager

@@ -26,9 +26,10 @@ from torch.serialization import load, save
 
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.checkpoints.storage.atomic import publish, remove, sync_file, sync_folder
-from torch_lawa.errors import StateError, StoreError
+from torch_lawa.errors import LawaError, StateError, StoreError
 from torch_lawa.ranks.barrier import barrier
 from torch_lawa.shards import is_sharded_model, reshard
+from torch_lawa.validation import DAMAGE
 
 __all__ = [
     "IN_TRAINER_CHECKPOINT",
@@ -89,17 +90,17 @@ class SavedWindows:
         if not self.sharded:
             if is_sharded_model(model) if sharded is None else sharded:
                 raise self._refused("the model was not sharded when it was saved, and now it is")
-            try:
+            with self.reading():
                 for name, averager in averagers.items():
                     averager.load_state_dict(self._states[name])
-            except StateError as error:
-                raise StateError(f"{self.path}: {error}") from None
             return
         for name, averager in averagers.items():
-            if self._ks[name] < averager.k:
+            with self.reading():
+                k = self._ks[name]
+            if k < averager.k:
                 raise self._refused(
-                    f"it was saved with k={self._ks[name]}, and the shards of a window load into "
-                    f"the same k or a smaller one, not k={averager.k}"
+                    f"it was saved with k={k}, and the shards of a window load into the same k or "
+                    f"a smaller one, not k={averager.k}"
                 )
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_loader import load as load_shards
@@ -117,6 +118,16 @@ class SavedWindows:
             raise StateError(f"{self.path}: {error}") from None
         except Exception as error:
             raise _unreadable(self.path, error) from error
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Inside, whatever is wrong with the windows or their notes is an error with the path."""
+        try:
+            yield
+        except LawaError as error:
+            raise StateError(f"{self.path}: {error}") from None
+        except DAMAGE as error:
+            raise _unreadable(self.path, ValueError(f"damaged ({error!r})")) from None
 
     def _refused(self, problem: str) -> StateError:
         return StateError(
@@ -248,10 +259,9 @@ class WindowFile:
             else:
                 with self._system.open(location, "rb") as file:
                     state = _load(file)
-            known = (state["token"], state["notes"], state["k"])
+            return SavedWindows(path, sharded, *_checked(state))
         except Exception as error:
             raise _unreadable(path, error) from error
-        return SavedWindows(path, sharded, *known, state.get("windows", {}))
 
     def _exists(self, location: str) -> bool:
         return bool(self._system.exists(location))
@@ -316,6 +326,17 @@ def _load(source: Any, *, mmap: bool = False) -> dict[str, Any]:
     if not isinstance(state, dict) or state.get("version") != _VERSION:
         raise ValueError("not a window, or one of another version")
     return state
+
+
+def _checked(state: Mapping[str, Any]) -> tuple[str | None, Any, Any, Any]:
+    """Token, notes, ks and windows; of a folder the windows are elsewhere."""
+    token, windows = state["token"], state.get("windows", {})
+    parts = state["notes"], state["k"], windows
+    if not isinstance(token, str | None) or not all(isinstance(part, dict) for part in parts):
+        raise ValueError("the file is damaged")
+    if not all(type(k) is int for k in state["k"].values()):
+        raise ValueError(f"the file is damaged (k is {state['k']!r:.60})")
+    return token, *parts
 
 
 def _unreadable(path: str, error: BaseException) -> StateError:

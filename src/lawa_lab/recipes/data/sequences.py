@@ -1,5 +1,7 @@
 """Token ids on a device, cut into sequences of one length."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -36,11 +38,6 @@ class Sequences:
         self._rows = tensor.to(device) if rows.nbytes <= _MOST_ON_DEVICE else tensor
         self._device = device
 
-    @property
-    def home(self) -> torch.device:
-        """The device that stores the ids."""
-        return self._rows.device
-
     def __len__(self) -> int:
         return len(self._rows)
 
@@ -53,3 +50,15 @@ class Sequences:
         out[:, 0], out[:, -1] = BOS, EOS
         out[:, 1:-1] = rows.long() & self._mask
         return out
+
+    def shuffled(
+        self, size: int, generator: torch.Generator, share: slice, first: int = 0
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Numbered batches of `size` rows in random order, from the `first` on.
+
+        Of each batch only a rank's `share` is read. The last partial batch is dropped.
+        """
+        # Moved to the device of the rows once: a copy per step would wait for the step before.
+        order = torch.randperm(len(self), generator=generator).to(self._rows.device)
+        for number in range(first, len(self) // size):
+            yield number, self[order[number * size : (number + 1) * size][share]]

@@ -30,7 +30,6 @@ class LanguageTask:
             split: Sequences(ids, length + 1, worker.device, framed=False)
             for split, ids in tokens.ids.items()
         }
-        self._vocabulary = tokens.vocabulary
         self._train = self._splits.pop("train")
         self.num_batches = len(self._train) // config.batch_size
         if not self.num_batches or not all(map(len, self._splits.values())):
@@ -53,13 +52,10 @@ class LanguageTask:
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """The sequences in random order; the last partial batch is dropped."""
-        size, worker = self._config.batch_size, self._worker
+        size = self._config.batch_size
         generator = seeded(torch.device("cpu"), self._seed, epoch)
-        # Moved to the device of the rows once: a copy per step would wait for the step before.
-        order = torch.randperm(len(self._train), generator=generator).to(self._train.home)
-        for number in range(first, self.num_batches):
-            rows = order[number * size : (number + 1) * size][worker.share(size)]
-            yield _shifted(self._train[rows])
+        for _, rows in self._train.shuffled(size, generator, self._worker.share(size), first):
+            yield _shifted(rows)
 
     def calibration(self) -> list[Batch]:
         """Empty: the model has no BatchNorm."""

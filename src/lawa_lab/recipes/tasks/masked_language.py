@@ -73,14 +73,9 @@ class MaskedLanguageTask:
         """The sequences in random order, with new masks; the last partial batch is dropped."""
         size, worker = self._config.batch_size, self._worker
         generator = seeded(torch.device("cpu"), self._seed, epoch)
-        # Moved to the device of the rows once: a copy per step would wait for the step before.
-        order = torch.randperm(len(self._train), generator=generator).to(self._train.home)
-        for number in range(first, self.num_batches):
-            rows = order[number * size : (number + 1) * size][worker.share(size)]
+        for number, rows in self._train.shuffled(size, generator, worker.share(size), first):
             step = epoch * self.num_batches + number
-            yield self._masked(
-                self._train[rows], seeded(worker.device, self._seed, step, worker.rank)
-            )
+            yield self._masked(rows, seeded(worker.device, self._seed, step, worker.rank))
 
     def _masked(self, ids: Tensor, generator: torch.Generator) -> Batch:
         return mask_tokens(ids, self._num_chosen, self._vocabulary, generator)

@@ -5,15 +5,20 @@ are in memory.
 """
 
 import contextlib
+import copyreg
 import json
 import os
+import pickle
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.storage import TypedStorage
 
 from torch_lawa.checkpoints.formats.registry import StagedValues
 from torch_lawa.checkpoints.formats.safetensors import read_header
@@ -22,6 +27,12 @@ from torch_lawa.garbage import paused_garbage_collection
 from torch_lawa.system_errors import named_errors
 
 __all__ = ["write_distributed", "write_file"]
+
+# Dtypes that PyTorch writes in the form that `_faster_pickle` has; newer ones have another.
+_PLAIN = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+}
 
 
 def write_file(staged: StagedValues) -> None:
@@ -37,7 +48,7 @@ def write_file(staged: StagedValues) -> None:
     ):
         state = _state(staged)
         state._metadata = OrderedDict(staged.metadata)  # type: ignore[attr-defined]
-        torch.save(_nested(state, staged.nested_under), file)
+        torch.save(_nested(state, staged.nested_under), file, pickle_module=_faster_pickle())
 
 
 def write_distributed(staged: StagedValues) -> None:
@@ -54,6 +65,35 @@ def write_distributed(staged: StagedValues) -> None:
         save(state, storage_writer=FileSystemWriter(folder))
     with named_errors(folder):
         (folder / "lawa.json").write_text(json.dumps(dict(staged.metadata), indent=2) + "\n")
+
+
+def _faster_pickle() -> Any:
+    """`pickle` for plain tensors on the CPU, each with a storage of its own.
+
+    PyTorch's way to take a tensor apart provides for every kind of tensor, and PyTorch looks at
+    every object that is pickled: shapes that are the same object are looked at once. Many small
+    tensors are written in two thirds of the time.
+    """
+    shapes: dict[object, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+
+    def reduced(tensor: Tensor) -> Any:
+        if tensor.dtype not in _PLAIN:
+            return tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+        storage = TypedStorage(  # type: ignore[no-untyped-call]
+            wrap_storage=tensor.untyped_storage(), dtype=tensor.dtype, _internal=True
+        )
+        plain = tuple(tensor.shape), tensor.stride()
+        shape, stride = shapes.setdefault(plain, plain)
+        hooks: OrderedDict[int, object] = OrderedDict()  # not shared: a tensor adds its own to it
+        parts = storage, tensor.storage_offset(), shape, stride, tensor.requires_grad, hooks
+        return torch._utils._rebuild_tensor_v2, parts
+
+    class Pickler(pickle.Pickler):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.dispatch_table = {**copyreg.dispatch_table, Tensor: reduced}
+
+    return SimpleNamespace(Pickler=Pickler, __name__="pickle")
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ where that library was not built.
 
 import contextlib
 import ctypes
+import errno
 import io
 import os
 import threading
@@ -21,6 +22,7 @@ import numpy as np
 from torch_lawa.checkpoints.storage.remote_errors import translated_errors
 from torch_lawa.errors import FormatError
 from torch_lawa.mean.kernels_native import native_library
+from torch_lawa.system_errors import named_errors
 
 if TYPE_CHECKING:
     from torch_lawa.mean.kernels import Bytes
@@ -122,10 +124,15 @@ class ReadSource(ByteSource):
         self.size = os.fstat(self._file).st_size
 
     def view(self, begin: int, end: int) -> "Bytes":
-        found = np.empty(end - begin, dtype=np.uint8)
+        try:
+            found = np.empty(end - begin, dtype=np.uint8)
+        except MemoryError:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), str(self._path)) from None
         done = 0
         while done < end - begin:
-            if not (count := self._read_into(found.data[done:], begin + done)):
+            with named_errors(self._path):
+                count = self._read_into(found.data[done:], begin + done)
+            if not count:
                 raise FormatError(
                     f"{self._path}: was truncated while it was read. Try again when it is complete."
                 )

@@ -28,6 +28,7 @@ from torch_lawa.integrations.lightning.strategies import (
 from torch_lawa.integrations.random_state import preserved_rng
 from torch_lawa.ranks.agreement import check_same_choice
 from torch_lawa.swap import swapped
+from torch_lawa.validation import whole_number
 from torch_lawa.window_choice import WindowChoice, WindowSearch
 
 __all__ = ["ModuleAverage"]
@@ -177,8 +178,9 @@ class ModuleAverage:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what was saved with the window."""
+        step, epoch = (whole_number(n, state[n]) for n in ("latest_step", "latest_epoch"))
         self.batch_norm.load_state_dict(state["batch_norm"])
-        self.saved_step, self.latest_epoch = state["latest_step"], state["latest_epoch"]
+        self.saved_step, self.latest_epoch = step, epoch
         if self.search is not None and state["choice"] is not None:
             self.search.load_state_dict(state["choice"])
 

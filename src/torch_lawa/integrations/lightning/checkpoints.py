@@ -152,7 +152,8 @@ class _StrategyWrapper:
             )
             return
         model = trained_model(self.trainer)
-        ranks = saved.notes["ranks"]
+        with saved.reading():
+            ranks, notes = saved.notes["ranks"], dict(saved.notes["averages"])
         if ranks not in (None, self.trainer.world_size):
             raise StateError(
                 f"{saved.path}: FSDP sharded it for {ranks} processes, and now there are "
@@ -163,7 +164,6 @@ class _StrategyWrapper:
                 f"{saved.path}: the model was sharded when it was saved, and is not now. Resume "
                 "with the same strategy, or remove it to begin a new window."
             )
-        notes = saved.notes["averages"]
         known = {average.name: average for average in self.averages if average.name in notes}
         if len(known) < len(self.averages):
             rank_zero_warn(f"{saved.path} has windows of the names {sorted(notes)} only.")
@@ -174,8 +174,9 @@ class _StrategyWrapper:
             sharded=sharded(model),
             rank=self._rank(),
         )
-        for name, average in known.items():
-            average.load_state_dict(notes[name])
+        with saved.reading():
+            for name, average in known.items():
+                average.load_state_dict(notes[name])
 
     def _rank(self) -> int | None:
         """The rank that owns flat shards; DTensors may be loaded by any number of processes."""

@@ -309,8 +309,10 @@ class LatestWeightAveragingCallback(TrainerCallback):
     def load(self, model: nn.Module, checkpoint: Path) -> bool:
         """Restore the window of a checkpoint, if it has one."""
         saved = load_window(self.averager, model, checkpoint / IN_TRAINER_CHECKPOINT)
-        if saved is not None and self.search is not None and saved.notes["choice"] is not None:
-            self.search.load_state_dict(saved.notes["choice"])
+        if saved is not None and self.search is not None:
+            with saved.reading():
+                if (choice := saved.notes["choice"]) is not None:
+                    self.search.load_state_dict(choice)
         return saved is not None
 
     def put_batch_norm(self, trainer: Trainer) -> None:

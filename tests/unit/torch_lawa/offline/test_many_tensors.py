@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
 from torch_lawa.checkpoints.formats import safetensors
@@ -98,3 +99,30 @@ def test_what_is_gathered() -> None:
     ]
     found = [[tensor.name for tensor, _, _ in batch] for batch in batched(spans)]
     assert found == [["a", "b"], ["c"], ["d", "e"], ["f"], ["g"], ["h"]]
+
+
+def test_a_file_of_pytorch_is_as_torch_save_writes_it(tmp_path: Path) -> None:
+    kinds = [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.bool]
+    shapes: list[tuple[int, ...]] = [(2, 3), (3, 2), (), (0, 4), (2, 3)]
+    state = {
+        f"{kind}.{i}": torch.ones(shape).to(kind)
+        for kind in kinds
+        for i, shape in enumerate(shapes)
+    }
+    state["tied"] = state["torch.float32.0"]
+    torch.save(state, tmp_path / "step-1.pt")
+    average_checkpoints(tmp_path / "step-1.pt", tmp_path / "mean.pt")
+    found = torch.load(tmp_path / "mean.pt", weights_only=True)
+    assert found.keys() == state.keys()
+    for name, tensor in state.items():
+        got = found[name]
+        assert (got.dtype, got.shape, got.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+        assert got.untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
+        assert torch.equal(got.to(torch.complex64), tensor.to(torch.complex64))
+    assert found["tied"].data_ptr() == found["torch.float32.0"].data_ptr()
+    assert found["torch.float32.1"].data_ptr() != found["torch.float32.0"].data_ptr()
+    one, other = found["torch.float32.0"], found["torch.float32.4"]
+    one.requires_grad_(True).register_hook(lambda gradient: gradient * 2)
+    other.requires_grad_(True).sum().backward()
+    assert other.grad is not None
+    assert other.grad.unique().tolist() == [1.0]

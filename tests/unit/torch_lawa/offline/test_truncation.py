@@ -1,5 +1,6 @@
 """Inputs that are truncated while they are read: an error that names the file, never SIGBUS."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -162,3 +163,24 @@ def test_other_mappings_are_not_guarded(tmp_path: Path, options: list[str]) -> N
     assert done.returncode == -signal.SIGBUS
     assert done.stdout.split() == ["0"]
     assert ("Bus error" in done.stderr) == bool(options)
+
+
+def test_errors_while_reading_name_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(100))
+    source = ReadSource(path)
+
+    def failing(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def out_of_memory(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="bytes"):
+        patch.setattr(source, "_read_into", failing)
+        source.view(0, 9)
+    monkeypatch.setattr(byte_sources.np, "empty", out_of_memory)
+    with pytest.raises(OSError, match=r"Cannot allocate memory.*bytes"):
+        source.view(0, 9)
