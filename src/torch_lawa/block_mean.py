@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torch_lawa.coefficients import Weights
+from torch_lawa.mean.blocks import divide
 
 __all__ = ["Block", "BlockMean", "summed_dtype"]
 
@@ -111,7 +112,7 @@ class BlockMean:
         if facts.divided != divided:
             self._facts = _Facts()
             for tensor in self._tensors.values():
-                tensor.div_(facts.count) if divided else tensor.mul_(facts.count)
+                divide(tensor, facts.count, out=tensor) if divided else tensor.mul_(facts.count)
             self._facts = replace(facts, divided=divided)
         return self._tensors
 

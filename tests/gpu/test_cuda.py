@@ -67,6 +67,31 @@ def test_weights_that_move_on_at_once_do_not_change_the_snapshot(
 
 
 @pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_samples_have_the_bits_of_a_cpu(kind: str, dtype: torch.dtype, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """Sums and divisions on the device, while the weights move on; 3 is no power of two."""
+    model = nn.Sequential(nn.Linear(700, 900), nn.Linear(900, 300)).cuda().to(dtype)
+    averager = make(kind, tmp_path, k=3, samples=3)
+    reference = LatestWeightAverager(k=3, samples=3)
+    for i in range(26):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.normal_()
+        reference.collect({name: t.cpu() for name, t in model.state_dict().items()})
+        averager.collect(model)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(float("nan"))
+        if averager.ready and i % 4 != 1:
+            want = reference.average()
+            for name, tensor in averager.average().items():
+                assert same_bits(tensor.cpu(), want[name])
+            with averager.swapped_into(model):
+                for name, tensor in model.state_dict().items():
+                    assert same_bits(tensor.cpu(), want[name])
+
+
+@pytest.mark.parametrize("kind", STORES)
 def test_collecting_from_several_streams(kind: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
     weight = torch.zeros(4_000_000, device="cuda")
     averager = make(kind, tmp_path, k=4)
