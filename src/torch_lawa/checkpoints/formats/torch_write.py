@@ -4,13 +4,10 @@ PyTorch writes them from a safetensors file that is memory-mapped, so only the p
 are in memory.
 """
 
-import contextlib
 import json
-import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -19,7 +16,7 @@ from torch_lawa.checkpoints.formats.registry import StagedValues
 from torch_lawa.checkpoints.formats.safetensors import read_header
 from torch_lawa.checkpoints.formats.safetensors_torch import load_tensors
 from torch_lawa.garbage import paused_garbage_collection
-from torch_lawa.system_errors import named_errors
+from torch_lawa.system_errors import named_errors, unwrapped_errors
 
 __all__ = ["write_distributed", "write_file"]
 
@@ -32,7 +29,7 @@ def write_file(staged: StagedValues) -> None:
     """
     with (
         paused_garbage_collection(),
-        _disk_errors(staged.target),
+        unwrapped_errors(staged.target),
         staged.target.open("wb") as file,
     ):
         state = _state(staged)
@@ -47,28 +44,13 @@ def write_distributed(staged: StagedValues) -> None:
 
     folder = staged.target
     state = _nested(dict(_state(staged)), staged.nested_under)
-    with paused_garbage_collection(), _disk_errors(folder), warnings.catch_warnings():
+    with paused_garbage_collection(), unwrapped_errors(folder), warnings.catch_warnings():
         # One process is intended, and older versions of PyTorch have no `no_dist`.
         warnings.filterwarnings("ignore", message=".*torch.distributed is.*")
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # theirs, in 2.6
         save(state, storage_writer=FileSystemWriter(folder))
     with named_errors(folder):
         (folder / "lawa.json").write_text(json.dumps(dict(staged.metadata), indent=2) + "\n")
-
-
-@contextlib.contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
-    """Raise the error of the system that PyTorch hides behind its own."""
-    try:
-        yield
-    except BaseException as error:  # DCP's is not an Exception
-        hidden = [error, *(failed for failed, _ in getattr(error, "failures", {}).values())]
-        while hidden:
-            found = hidden.pop()
-            if isinstance(found, OSError) and found.errno is not None:
-                raise OSError(found.errno, os.strerror(found.errno), str(path)) from error
-            hidden += [e for e in (found.__cause__, found.__context__) if e is not None]
-        raise
 
 
 def _state(staged: StagedValues) -> "OrderedDict[str, Tensor]":
