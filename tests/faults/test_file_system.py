@@ -7,6 +7,7 @@ names a file, and the next run succeeds and leaves nothing else behind.
 
 import errno
 import itertools
+import os
 import random
 import re
 import shutil
@@ -47,6 +48,12 @@ ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EACCES)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LEFTOVER = re.compile(r"\.(partial|new)(/|$)")
 REMOVALS = ("unlink", "rmdir", "open", "opendir")  # calls of a removal: what fails, stays
+
+
+# In `make test` there is time for some.
+LONG = pytest.mark.skipif("LAWA_FAULTS_SECONDS" not in os.environ, reason="make test-faults")
+SHORT = ("average over a folder", "watch", "disk store")
+NAMES = [pytest.param(name, marks=() if name in SHORT else LONG) for name in WRITERS]
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +218,7 @@ class Trials:
         assert any(name in lines[0] for name in names), stderr
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_faults_at_calls(
     name: str,
     server: FaultServer,
@@ -228,6 +235,7 @@ def test_faults_at_calls(
         trials(kind, number)
 
 
+@LONG
 def test_the_faults_happen(server: FaultServer, tmp_path: Path) -> None:
     """The mean without a fault, and that a writer in two steps would be found."""
     made = Trials(WRITERS["average over a file"], server, tmp_path)
@@ -252,6 +260,7 @@ def test_the_faults_happen(server: FaultServer, tmp_path: Path) -> None:
             broken.check(Fault("kill", at), COMPLETE)
 
 
+@LONG
 @pytest.mark.parametrize("name", ["average over a folder", "sweep", "watch", "disk store"])
 def test_signals_at_any_moment(
     name: str,
@@ -317,6 +326,7 @@ def _below(folder: str, found: Tree) -> Tree:
     return {f"{folder}/{path}": content for path, content in found.items()}
 
 
+@LONG
 def test_two_containers_share_a_store(
     server: FaultServer, campaign: Campaign, trials: Callable[[str, int], None], tmp_path: Path
 ) -> None:
