@@ -153,7 +153,9 @@ class Trials:
         found = tree(self.root)
         states = {target: self.state(found, target) for target in self.writer.targets}
         assert ended.code is not None, "hangs"
-        assert "Traceback" not in ended.stderr
+        # Python drops a Ctrl-C that arrives while it collects garbage, and says so.
+        dropped = fault.action == "signal" and ended.stderr.startswith("Exception ignored in")
+        assert "Traceback" not in ended.stderr or dropped
         left = {path for path in self.others(found) if ".partial" in path}
         if fault.action == "kill":
             assert ended.killed == happened
