@@ -4,7 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-__all__ = ["named_errors"]
+__all__ = ["named_errors", "unwrapped_errors"]
 
 
 @contextlib.contextmanager
@@ -23,4 +23,21 @@ def named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     except OSError as error:
         if error.errno is not None and error.filename is None:
             error.filename = os.fspath(path)
+        raise
+
+
+@contextlib.contextmanager
+def unwrapped_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise the system error about `path`, or Ctrl-C, that PyTorch hides behind its own error."""
+    try:
+        yield
+    except BaseException as error:  # that of torch.distributed.checkpoint is not an Exception
+        hidden = [error, *(failed for failed, _ in getattr(error, "failures", {}).values())]
+        while hidden:
+            found = hidden.pop()
+            if isinstance(found, OSError) and found.errno is not None:
+                raise OSError(found.errno, os.strerror(found.errno), os.fspath(path)) from error
+            if isinstance(found, KeyboardInterrupt):
+                raise KeyboardInterrupt from error
+            hidden += [e for e in (found.__cause__, found.__context__) if e is not None]
         raise

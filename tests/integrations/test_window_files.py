@@ -1,5 +1,7 @@
 """Windows beside checkpoints: in shards or whole, pending or published, local or remote."""
 
+import errno
+import io
 from pathlib import Path
 
 import pytest
@@ -124,3 +126,33 @@ def test_shards_are_not_saved_to_a_url() -> None:
         WindowFile("memory://run/window").write(
             {"averager": averager}, model, writes=True, sharded=True
         )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_an_error_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not one of PyTorch that does not say what happened."""
+    averager, model, opened = collected(net()), net(), Path.open
+    full = Path("/dev/full")
+    monkeypatch.setattr(Path, "open", lambda path, *mode: opened(full, *mode))
+    with pytest.raises(OSError, match="window") as caught:
+        save_window(averager, model, tmp_path / "window", writes=True)
+    assert caught.value.errno == errno.ENOSPC
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_while_pytorch_writes_is_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not a RuntimeError that the file has another size than expected."""
+
+    class Interrupted(io.BytesIO):
+        def write(self, data: object, /) -> int:
+            raise KeyboardInterrupt
+
+    averager, model = collected(net()), net()
+    monkeypatch.setattr(Path, "open", lambda path, *mode: Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        save_window(averager, model, tmp_path / "window", writes=True)
+    assert list(tmp_path.iterdir()) == []

@@ -21,6 +21,7 @@ from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
 from torch_lawa.checkpoints.storage.atomic import TEMPORARY, publish, recover_all, remove, replacing
 from torch_lawa.errors import ConfigError, LawaError, StateError
 from torch_lawa.metrics import read_metrics
+from torch_lawa.system_errors import unwrapped_errors
 from torch_lawa.validation import DAMAGE
 
 __all__ = ["RunFolder", "RunPlan"]
@@ -173,7 +174,7 @@ class RunFolder:
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Write the checkpoint to resume from."""
-        with replacing(self.checkpoint) as file:
+        with unwrapped_errors(self.checkpoint), replacing(self.checkpoint) as file:
             torch.save({"format": _FORMAT, **state}, file)
 
     def load(self) -> dict[str, Any] | None:

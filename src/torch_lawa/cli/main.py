@@ -73,26 +73,26 @@ def lawa() -> None:
 
 def main(args: list[str] | None = None, *, verbs: Verbs | None = None) -> None:
     """Run the command, with `verbs` that are not installed as entry points, and exit."""
-    tolerate_any_text()
-    _verbs().update(verbs or {})
-    sys.exit(_run(args))
+    sys.exit(_run(args, verbs))
 
 
-def _run(args: list[str] | None) -> int:
-    _allow_open_files()
+def _run(args: list[str] | None, verbs: Verbs | None = None) -> int:
     with noted_interrupts() as interrupts:
-        return _run_verb(args, interrupts)
+        return _run_verb(args, verbs or {}, interrupts)
 
 
-def _run_verb(args: list[str] | None, interrupts: Sequence[int]) -> int:
+def _run_verb(args: list[str] | None, verbs: Verbs, interrupts: Sequence[int]) -> int:
     try:
+        tolerate_any_text()
+        _allow_open_files()
+        _verbs().update(verbs)
         code = lawa.main(args, prog_name="lawa", standalone_mode=False)
     except click.ClickException as error:
         shown = io.StringIO()
         error.show(shown)
         echo(shortened(shown.getvalue().rstrip("\n")), err=True)
         return error.exit_code
-    except click.Abort:
+    except (click.Abort, KeyboardInterrupt):
         return _stopped()
     except ImportError:
         if not interrupts:

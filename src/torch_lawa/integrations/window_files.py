@@ -29,6 +29,7 @@ from torch_lawa.checkpoints.storage.atomic import publish, remove, sync_file, sy
 from torch_lawa.errors import LawaError, StateError, StoreError
 from torch_lawa.ranks.barrier import barrier
 from torch_lawa.shards import is_sharded_model, reshard
+from torch_lawa.system_errors import unwrapped_errors
 from torch_lawa.validation import DAMAGE
 
 __all__ = [
@@ -214,7 +215,8 @@ class WindowFile:
         unfinished.parent.mkdir(parents=True, exist_ok=True)
         remove(unfinished)
         try:
-            save(state, str(unfinished))
+            with unwrapped_errors(unfinished), unfinished.open("wb") as file:
+                save(state, file)  # not to the path: PyTorch does not say why that failed
             sync_file(unfinished)
             self.discard_pending()
             os.replace(unfinished, self._file + _PENDING)
@@ -242,9 +244,11 @@ class WindowFile:
             self.discard_pending()
             pending.parent.mkdir(parents=True, exist_ok=True)
         barrier(f"saving the window {self._folder}")
-        save_shards(_bound(averagers, model, rank), checkpoint_id=pending)
+        with unwrapped_errors(pending):
+            save_shards(_bound(averagers, model, rank), checkpoint_id=pending)
         if writes:
-            save(dict(head), str(pending / _NOTES))
+            with unwrapped_errors(pending), (pending / _NOTES).open("wb") as file:
+                save(dict(head), file)
             for path in pending.iterdir():
                 sync_file(path)
 

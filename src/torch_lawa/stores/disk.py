@@ -9,7 +9,6 @@ it. With several ranks, each in a folder of its own, ranks that are ahead can go
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from torch_lawa.stores.base import (
 )
 from torch_lawa.stores.disk_manifest import MANIFEST, Manifest, ManifestRow, entries
 from torch_lawa.stores.disk_ranks import SPARE, RankContents, Ranks, agree
-from torch_lawa.stores.disk_writer import Job
+from torch_lawa.stores.disk_writer import Job, WriterThread
 from torch_lawa.stores.memory import Stage, idle_memory
 
 __all__ = ["DiskStore"]
@@ -120,7 +119,7 @@ class DiskStore(Store):
         self.folder = self._root = Path(folder)
         self.per_process = per_process
         self._ranks = Ranks(0, 1)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="lawa-disk")
+        self._writer = WriterThread()
         self._files = _OnDisk()
         self._serial = 0  # of the newest file; never used twice
         self._maps: dict[str, list[Tensor]] = {}
@@ -230,7 +229,8 @@ class DiskStore(Store):
                     part.write(self.folder / name, row.snapshot)
                 self._write_manifest(manifest)
             except BaseException:
-                self._remove(row.files)
+                if not manifest.is_in(self.folder):
+                    self._remove(row.files)
                 raise
 
         self._commit(after, work)
@@ -312,7 +312,8 @@ class DiskStore(Store):
             return
         self._settle()
         if not job.done:
-            self._writer.submit(job.run).result()  # after it, or for it if it never was submitted
+            self._writer.submit(job)  # if an interrupt prevented it
+            job.wait()
         self._files = replace(self._files, job=None)
         error = job.error
         try:
@@ -387,7 +388,7 @@ class DiskStore(Store):
 
         job = Job(run)
         self._files = replace(after, job=job)
-        self._writer.submit(job.run)
+        self._writer.submit(job)
 
     def _not_written(self, error: OSError) -> StoreError:
         return StoreError(

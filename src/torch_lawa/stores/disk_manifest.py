@@ -99,6 +99,15 @@ class Manifest:
             return {}
         return {"kept": _described(row.kept)}
 
+    def is_in(self, folder: Path) -> bool:
+        """Whether it is, or may be, that of the folder: it can be written and then not flushed."""
+        try:
+            return (folder / MANIFEST).read_bytes() == self.text().encode()
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+
     @staticmethod
     def read(folder: Path) -> "Manifest":
         """The manifest of a folder; an empty one if there is none."""

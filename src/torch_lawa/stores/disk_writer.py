@@ -1,8 +1,11 @@
-"""The work of the thread that writes snapshots."""
+"""The thread that writes snapshots, and its work."""
 
+import queue
+import threading
+import weakref
 from collections.abc import Callable
 
-__all__ = ["Job"]
+__all__ = ["Job", "WriterThread"]
 
 
 class Job:
@@ -14,6 +17,7 @@ class Job:
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work: Callable[[], None] | None = work
+        self._ended = threading.Event()
         self.error: BaseException | None = None
 
     @property
@@ -31,3 +35,51 @@ class Job:
             # Its traceback refers to the store: the folder would stay locked.
             self.error = error.with_traceback(None)
         self._work = None
+        self._ended.set()
+
+    def wait(self) -> None:
+        """Return when it is done."""
+        self._ended.wait()
+
+
+class WriterThread:
+    """Runs jobs in their order; the process ends after the last of them.
+
+    An interrupt (Ctrl-C) may arrive while the thread is being started. A `ThreadPoolExecutor` then
+    has a thread that it does not know of and never ends: the process would hang at its end.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._turn = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        weakref.finalize(self, _end, self._jobs, self._threads)
+
+    def submit(self, job: Job) -> None:
+        """Let the thread run a job after those before it."""
+        self._jobs.put(job)
+        if not any(thread.is_alive() for thread in self._threads):
+            # One whose start was interrupted may run all the same: they take turns.
+            arguments = self._jobs, self._turn
+            thread = threading.Thread(target=_work, args=arguments, name="lawa-disk", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+
+def _work(jobs: "queue.SimpleQueue[Job | None]", turn: threading.Lock) -> None:
+    while True:
+        with turn:
+            job = jobs.get()
+            if job is None:
+                jobs.put(None)  # for a thread that waits for its turn
+                return
+            job.run()
+            del job  # it refers to the store: the folder would stay locked
+
+
+def _end(jobs: "queue.SimpleQueue[Job | None]", threads: list[threading.Thread]) -> None:
+    """When its store is no longer used, or the process ends: what is left is run first."""
+    jobs.put(None)
+    for thread in threads:
+        if thread.is_alive() and thread is not threading.current_thread():
+            thread.join()

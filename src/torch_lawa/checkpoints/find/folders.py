@@ -240,7 +240,14 @@ def _add_folder(contents: FolderContents, child: Location, depth: int) -> None:
         return
     try:
         inside = examine(child, depth)
-    except OSError as error:  # no permission, or deleted by the run in the meantime
+    except OSError as error:
+        # Others must not be averaged in the place of a checkpoint that cannot be read. Folders
+        # beside them may be forbidden, and a run may delete what it has written.
+        forbidden = isinstance(error, PermissionError)
+        if forbidden and parse_name(child.name) != TrainingProgress():
+            raise
+        if not forbidden and not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise
         contents.left_out[child.name] = f"cannot be listed: {error.strerror or error}"
         return
     if inside.checkpoint is not None:

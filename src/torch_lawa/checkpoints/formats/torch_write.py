@@ -4,15 +4,12 @@ PyTorch writes them from a safetensors file that is memory-mapped, so only the p
 are in memory.
 """
 
-import contextlib
 import copyreg
 import json
-import os
 import pickle
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +21,7 @@ from torch_lawa.checkpoints.formats.registry import StagedValues
 from torch_lawa.checkpoints.formats.safetensors import read_header
 from torch_lawa.checkpoints.formats.safetensors_torch import load_tensors
 from torch_lawa.garbage import paused_garbage_collection
-from torch_lawa.system_errors import named_errors
+from torch_lawa.system_errors import named_errors, unwrapped_errors
 
 __all__ = ["write_distributed", "write_file"]
 
@@ -43,7 +40,7 @@ def write_file(staged: StagedValues) -> None:
     """
     with (
         paused_garbage_collection(),
-        _disk_errors(staged.target),
+        unwrapped_errors(staged.target),
         staged.target.open("wb") as file,
     ):
         state = _state(staged)
@@ -58,7 +55,7 @@ def write_distributed(staged: StagedValues) -> None:
 
     folder = staged.target
     state = _nested(dict(_state(staged)), staged.nested_under)
-    with paused_garbage_collection(), _disk_errors(folder), warnings.catch_warnings():
+    with paused_garbage_collection(), unwrapped_errors(folder), warnings.catch_warnings():
         # One process is intended, and older versions of PyTorch have no `no_dist`.
         warnings.filterwarnings("ignore", message=".*torch.distributed is.*")
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # theirs, in 2.6
@@ -94,21 +91,6 @@ def _faster_pickle() -> Any:
             self.dispatch_table = {**copyreg.dispatch_table, Tensor: reduced}
 
     return SimpleNamespace(Pickler=Pickler, __name__="pickle")
-
-
-@contextlib.contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
-    """Raise the error of the system that PyTorch hides behind its own."""
-    try:
-        yield
-    except BaseException as error:  # DCP's is not an Exception
-        hidden = [error, *(failed for failed, _ in getattr(error, "failures", {}).values())]
-        while hidden:
-            found = hidden.pop()
-            if isinstance(found, OSError) and found.errno is not None:
-                raise OSError(found.errno, os.strerror(found.errno), str(path)) from error
-            hidden += [e for e in (found.__cause__, found.__context__) if e is not None]
-        raise
 
 
 def _state(staged: StagedValues) -> "OrderedDict[str, Tensor]":

@@ -56,10 +56,14 @@ _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Write `path` under a temporary name, and rename it when the block succeeds.
 
-    If the process is killed, the file is the old one or the new one, never part of it.
+    If the process is killed, the file is the old one or the new one, never part of it. Whatever
+    killed writers of `path` left is removed first.
     """
-    temporary, file = _create_file(path)
+    recover(path)
+    temporary = _unused_name(path)
     try:
+        while (file := _create_file(temporary)) is None:
+            temporary = _unused_name(path)
         with file:
             yield cast(BinaryIO, file)
             file.flush()
@@ -82,8 +86,10 @@ def staging(path: Path, *, mode: int = 0o777) -> Iterator[Path]:
     Whatever killed writers of `path` left is recovered or removed first.
     """
     recover(path)
-    folder, lock = _create_folder(path, mode)
+    folder, lock = _unused_name(path), None
     try:
+        while (lock := _create_folder(folder, mode)) is None:
+            folder = _unused_name(path)
         (folder / _NEW).mkdir()
         yield folder / _NEW
     finally:
@@ -91,8 +97,13 @@ def staging(path: Path, *, mode: int = 0o777) -> Iterator[Path]:
             _retire(folder, path)
         except OSError as error:  # `recover` tries again
             warnings.warn(f"{folder}: cannot be removed ({error}).", stacklevel=3)
+        except BaseException:  # Ctrl-C
+            with contextlib.suppress(OSError):
+                _retire(folder, path)
+            raise
         finally:
-            os.close(lock)
+            if lock is not None:
+                os.close(lock)
 
 
 def publish(
@@ -120,7 +131,10 @@ def publish(
         except (FileExistsError, FileNotFoundError):  # another process wrote or removed it
             if not os.path.lexists(made) or not attempts_left:
                 raise
-    sync_folder(path.parent)
+    try:
+        sync_folder(path.parent)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror} after it was written", str(path)) from error
 
 
 def recover(path: Path) -> None:
@@ -210,26 +224,29 @@ def _unused_name(path: Path) -> Path:
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
 
 
-def _create_file(path: Path) -> tuple[Path, io.BufferedWriter]:
-    """Create and lock a temporary file."""
-    while True:
-        temporary = _unused_name(path)
-        file = _NamedFile(str(temporary), "xb")
-        if try_lock(file.fileno(), temporary) is not False:
-            return temporary, io.BufferedWriter(file)
-        file.close()  # taken for a leftover by `recover` before it was locked
+def _create_file(temporary: Path) -> io.BufferedWriter | None:
+    """Create and lock a temporary file; None if `recover` took it for a leftover before that."""
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(_NamedFile(str(temporary), "xb"))
+        if try_lock(file.fileno(), temporary) is False:
+            return None
+        stack.pop_all()
+        return io.BufferedWriter(file)
 
 
-def _create_folder(path: Path, mode: int) -> tuple[Path, int]:
-    """Create and lock a temporary folder; the lock is held until its file is closed."""
-    while True:
-        folder = _unused_name(path)
-        folder.mkdir(mode)
-        with contextlib.suppress(FileNotFoundError):  # as above
-            handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-            if try_lock(handle, folder / LOCK) is not False:
-                return folder, handle
-            os.close(handle)
+def _create_folder(folder: Path, mode: int) -> int | None:
+    """Create and lock a temporary folder, until the file returned is closed; None as above."""
+    folder.mkdir(mode)
+    try:
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    except FileNotFoundError:
+        return None
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, handle)
+        if try_lock(handle, folder / LOCK) is False:
+            return None
+        stack.pop_all()
+        return handle
 
 
 def _recover(folder: Path, name: str | None) -> None:
@@ -266,11 +283,11 @@ def _retire(temporary: Path, path: Path) -> None:
     """Remove a temporary file or folder; what it holds of `path` is put back first."""
     _put_back(temporary, path)
     if not temporary.is_dir():
-        temporary.unlink()
+        temporary.unlink(missing_ok=True)
         return
     for name in set(os.listdir(temporary)) - {LOCK}:
         remove(temporary / name)
-    (temporary / LOCK).unlink()
+    (temporary / LOCK).unlink(missing_ok=True)
     with contextlib.suppress(FileNotFoundError):  # `recover` may remove an empty folder
         temporary.rmdir()
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch_lawa.system_errors import named_errors
+
 __all__ = [
     "StateRow",
     "a_flag",
@@ -28,8 +30,10 @@ _LARGEST = 2**63
 
 def read_state(path: Path, parse: "Callable[[StateRow], T]") -> T:
     """Parse the object in a file; whatever is wrong with it is a `ValueError`."""
+    with named_errors(path):
+        content = path.read_bytes()
     try:
-        return parse(StateRow(json.loads(path.read_bytes())))
+        return parse(StateRow(json.loads(content)))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

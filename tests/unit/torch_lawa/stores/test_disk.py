@@ -1,5 +1,6 @@
 """The window on disk: whole or not there, whatever kills the process."""
 
+import errno
 import gc
 import json
 import os
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from support.programs import Program
 
 from torch_lawa import DiskStore, LatestWeightAverager
+from torch_lawa.checkpoints.storage import atomic
 from torch_lawa.errors import ConfigError, FormatError, StoreError
 
 WRITER = """
@@ -301,6 +303,29 @@ def test_a_failed_write_does_not_keep_the_folder(
         assert LatestWeightAverager(k=3, store=DiskStore(tmp_path)).snapshot_steps == [1, 2]
     finally:
         gc.enable()
+
+
+def test_a_manifest_that_is_written_and_not_flushed_has_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    averager, sync_folder = write(tmp_path, range(3)), atomic.sync_folder
+
+    def fail(folder: Path) -> None:
+        sync_folder(folder)
+        if '"serial": 4' in (tmp_path / "manifest.json").read_text():
+            raise OSError(errno.EIO, "Input/output error", str(folder))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(atomic, "sync_folder", fail)
+        averager.collect({"w": torch.full((4,), 3.0), "n": torch.tensor(3)})
+        with pytest.raises(StoreError, match="Input/output"):
+            averager.wait()
+    assert averager.average()["w"].tolist() == [1.0] * 4
+    del averager
+    gc.collect()
+    again = LatestWeightAverager(k=3, store=DiskStore(tmp_path))
+    assert again.average()["w"].tolist() == [2.0] * 4
+    assert len(list(tmp_path.glob("window-*"))) == 3
 
 
 def test_an_interrupted_wait_does_not_forget_the_write(

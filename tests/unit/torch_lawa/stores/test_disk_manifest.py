@@ -1,7 +1,9 @@
 """`manifest.json` is checked field by field when it is read back."""
 
+import errno
 from pathlib import Path
 
+import pytest
 import torch
 from support.damage import damaged_documents
 
@@ -28,3 +30,14 @@ def test_every_damaged_manifest_is_refused_or_harmless(tmp_path: Path) -> None:
             num_refused += 1
     assert num_refused > 400
     assert set(tmp_path.iterdir()) == there
+
+
+def test_a_manifest_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")  # as `read` raises it
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(OSError, match=r"manifest\.json"):
+        Manifest.read(tmp_path)

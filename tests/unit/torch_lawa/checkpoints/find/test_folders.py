@@ -1,5 +1,8 @@
 """Folders as frameworks leave them, and what is made of them."""
 
+import errno
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -216,6 +219,25 @@ def test_what_lies_beside_the_run_is_noted(tmp_path: Path) -> None:
     assert find_checkpoints([tmp_path]).notes == (
         f"left out: {tmp_path}/final.pt (not in {tmp_path}/checkpoints)",
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("step-2", errno.EACCES), ("step-2", errno.EIO), ("lost+found", errno.EIO)]
+)
+def test_no_other_checkpoint_takes_the_place_of_one_that_cannot_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    make(tmp_path, ["step-1/model.safetensors", f"{name}/", "step-3/model.safetensors"])
+    children = LocalPath.children
+
+    def listed(location: LocalPath) -> list[Location]:
+        if location.name == name:
+            raise OSError(code, os.strerror(code), str(location))
+        return children(location)
+
+    monkeypatch.setattr(LocalPath, "children", listed)
+    with pytest.raises(OSError, match=re.escape(name)):
+        find_checkpoints([tmp_path])
 
 
 def test_a_folder_that_cannot_be_listed_is_left_out(

@@ -377,6 +377,48 @@ def test_leftovers_of_killed_writers_are_removed_and_of_living_ones_kept(tmp_pat
     assert sorted(tmp_path.iterdir()) == sorted([*others[1:], target])
 
 
+def test_a_temporary_name_that_fails_at_once_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for error in (OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()):
+
+        def fail(*_: object, error: BaseException = error) -> bool:
+            raise error
+
+        monkeypatch.setattr(files, "try_lock", fail)
+        for act in (staging, replacing):
+            with pytest.raises(type(error)), act(tmp_path / "out"):
+                pass
+            assert os.listdir(tmp_path) == []
+
+
+def test_an_interrupted_cleanup_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = files.remove
+
+    def interrupted(path: Path) -> None:
+        monkeypatch.setattr(files, "remove", remove)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files, "remove", interrupted)
+    with pytest.raises(KeyboardInterrupt), staging(tmp_path / "out"):
+        pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_result_that_cannot_be_flushed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the folder that contains it, which may be `.`."""
+    monkeypatch.chdir(tmp_path)
+    Path("new").write_text("new")
+    monkeypatch.setattr(files, "sync_file", failing(errno.EIO))
+    with pytest.raises(OSError, match="after it was written: 'out'"):
+        publish(Path("new"), Path("out"))
+    assert Path("out").read_text() == "new"
+
+
 def test_without_locks_nothing_is_removed_and_the_older_result_is_put_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
