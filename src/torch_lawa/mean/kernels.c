@@ -74,6 +74,19 @@ static inline control enter_default(void) {
   return before;
 }
 
+/* Whether an operation was rounded since the last call. (feclearexcept also saves and restores the
+ * x87 unit, which costs more than a block of sums.) */
+static inline int take_inexact(void) {
+#if defined(__x86_64__)
+  int inexact = (read_control() & 0x20) != 0;
+  if (inexact) write_control(DEFAULT_CONTROL);
+#else
+  int inexact = fetestexcept(FE_INEXACT) != 0;
+  if (inexact) feclearexcept(FE_INEXACT);
+#endif
+  return inexact;
+}
+
 enum { F64, F32, F16, BF16, TABLE };  /* the same numbers as in kernels_native.py */
 enum { NOT_FINITE = 4, BLOCK = 512 }; /* likewise */
 
@@ -302,16 +315,98 @@ int lawa_finish(double *sum, size_t n, double divisor, double exact_factor, int 
   return flags;
 }
 
+/* bfloat16 in float32 lanes. Sums of bfloat16 values of similar size are exact in float32; where
+ * one was not, the processor's inexact flag is set, and the block is computed in float64 instead.
+ * A 32-bit word has two values. Their sums are in two "planes", the lower halves of the words and
+ * the upper ones, so nothing has to be interleaved. Vectors are those of GCC and Clang. */
+
+enum { LANES = 16, STEP = 4 * LANES, PLANE = BLOCK / 2 };
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef words loose __attribute__((aligned(2), may_alias)); /* in files */
+typedef uint32_t pair __attribute__((aligned(2), may_alias));
+typedef struct { float low[PLANE], high[PLANE]; } planes;
+
+/* sum = before (if any) + the inputs first to last, in order; n is a multiple of STEP. */
+CLONES static void sum_planes(planes *sum, const planes *before, const void *const *raws,
+                              size_t first, size_t last, size_t offset, size_t n) {
+  for (size_t at = 0; at < n / 2; at += 2 * LANES) {
+    size_t j = first;
+    floats low, low2, high, high2;
+    if (before != NULL) {
+      low = *(const floats *)(before->low + at), low2 = *(const floats *)(before->low + at + LANES);
+      high = *(const floats *)(before->high + at);
+      high2 = *(const floats *)(before->high + at + LANES);
+    } else {
+      const loose *x = (const loose *)((const char *)raws[j++] + offset + 4 * at);
+      low = (floats)(x[0] << 16), low2 = (floats)(x[1] << 16);
+      high = (floats)(x[0] & 0xffff0000u), high2 = (floats)(x[1] & 0xffff0000u);
+    }
+    for (; j <= last; j++) {
+      const loose *x = (const loose *)((const char *)raws[j] + offset + 4 * at);
+      low += (floats)(x[0] << 16), low2 += (floats)(x[1] << 16);
+      high += (floats)(x[0] & 0xffff0000u), high2 += (floats)(x[1] & 0xffff0000u);
+    }
+    *(floats *)(sum->low + at) = low, *(floats *)(sum->low + at + LANES) = low2;
+    *(floats *)(sum->high + at) = high, *(floats *)(sum->high + at + LANES) = high2;
+  }
+}
+
+/* The bfloat16 nearest to sum / k, in the upper halves of words. The quotient may be wrong in its
+ * last bits, but is in the right interval between two bfloat16 values, or at the end of the next
+ * one. The middle of the interval has 9 significant bits, so its product with k (below 2^15) is
+ * exact, and comparing the sum with it decides. */
+static inline uint32_t nearest(uint32_t sum, float k, float reciprocal) {
+  uint32_t size = sum & 0x7fffffff, down = float_bits(as_float(size) * reciprocal) & 0xffff0000;
+  uint32_t middle = float_bits(as_float(down | 0x8000) * k);
+  uint32_t odd = down >> 16 & 1; /* a sum at the middle goes to the even neighbour */
+  return (down + (size + odd > middle ? 0x10000 : 0)) | (sum & 0x80000000);
+}
+
+/* Divides by k and rounds. Returns whether all sums were finite; otherwise `out` is invalid. */
+CLONES static int round_planes(void *restrict out, const planes *restrict sum, size_t n, float k) {
+  float reciprocal = 1.0f / k;
+  pair *restrict pairs = out;
+  uint32_t lost = 0;
+  for (size_t i = 0; i < n / 2; i++) {
+    uint32_t low = float_bits(sum->low[i]), high = float_bits(sum->high[i]);
+    lost |= (low & 0x7fffffff) > 0x7f7fffff ? 1 : 0;
+    lost |= (high & 0x7fffffff) > 0x7f7fffff ? 1 : 0;
+    pairs[i] = nearest(low, k, reciprocal) >> 16 | nearest(high, k, reciprocal);
+  }
+  return !lost;
+}
+
+/* Whether means of this kind can be computed in planes. */
+static int fits_planes(int kind, int target, size_t k) {
+  return kind == BF16 && target == BF16 && k < 1 << 15;
+}
+
+/* The mean of the inputs first to last in planes; 0 if that is not exact. */
+static int mean_planes(const void *const *raws, size_t first, size_t last, size_t offset, size_t n,
+                       void *out) {
+  planes sum;
+  take_inexact();
+  sum_planes(&sum, NULL, raws, first, last, offset, n);
+  return !take_inexact() && round_planes(out, &sum, n, (float)(last - first + 1));
+}
+
 /* The mean of k inputs in memory, in blocks whose sums stay in the L1 cache. */
 int lawa_mean(const void *const *raws, const double *weights, size_t k, size_t n, int kind,
               size_t width, const double *table, double divisor, double exact_factor, int target,
               size_t target_width, void *out) {
   double sum[BLOCK];
-  int flags = 0;
+  int flags = 0, quick = fits_planes(kind, target, k) && divisor == (double)k;
   control before = enter_default();
-  for (size_t start = 0; start < n; start += BLOCK) {
-    size_t count = n - start < BLOCK ? n - start : BLOCK;
+  for (size_t j = 0; j < k; j++) quick &= weights[j] == 1.0;
+  for (size_t start = 0, count; start < n; start += count) {
     size_t offset = start * width;
+    void *made = (char *)out + start * target_width;
+    count = n - start < BLOCK ? n - start : BLOCK;
+    if (quick && count >= STEP) {
+      count -= count % STEP;
+      if (mean_planes(raws, 0, k - 1, offset, count, made)) continue;
+    }
     for (size_t j = 0; j < k; j++) {
       const char *x = (const char *)raws[j] + offset;
       if (j + 1 < k && weights[j] == 1.0 && weights[j + 1] == 1.0) {
@@ -321,7 +416,7 @@ int lawa_mean(const void *const *raws, const double *weights, size_t k, size_t n
         add(sum, x, count, kind, table, weights[j], j == 0);
       }
     }
-    flags |= finish(sum, count, divisor, exact_factor, target, (char *)out + start * target_width);
+    flags |= finish(sum, count, divisor, exact_factor, target, made);
   }
   write_control(before);
   return flags;
@@ -344,7 +439,7 @@ CLONES static int has_zero(const double *restrict x, size_t n) {
 static int prefix_sums(double *rows, const int64_t *slots, const void *const *raws, size_t num,
                        size_t offset, size_t count, int kind, const double *table) {
   double sum[BLOCK];
-  feclearexcept(FE_INEXACT);
+  take_inexact();
   for (size_t i = 0; i < num; i++) {
     const char *x = (const char *)raws[i] + offset;
     if (i + 1 < num && slots[i] < 0) {
@@ -355,7 +450,48 @@ static int prefix_sums(double *rows, const int64_t *slots, const void *const *ra
     }
     if (slots[i] >= 0) memcpy(rows + slots[i] * BLOCK, sum, count * sizeof *sum);
   }
-  return !fetestexcept(FE_INEXACT) && !not_finite(sum, count);
+  return !take_inexact() && !not_finite(sum, count);
+}
+
+/* The same in planes, up to the last slot. */
+static int prefix_planes(planes *rows, const int64_t *slots, const void *const *raws, size_t num,
+                         size_t offset, size_t n) {
+  const planes *before = NULL;
+  take_inexact();
+  for (size_t i = 0, first = 0; i < num; i++) {
+    if (slots[i] < 0) continue;
+    sum_planes(rows + slots[i], before, raws, first, i, offset, n);
+    before = rows + slots[i];
+    first = i + 1;
+  }
+  return !take_inexact();
+}
+
+/* sum = a - b; returns whether it is nowhere zero. */
+CLONES static int subtract_planes(planes *restrict sum, const planes *restrict a,
+                                  const planes *restrict b, size_t n) {
+  uint32_t zero = 0;
+  for (size_t i = 0; i < n / 2; i++) {
+    sum->low[i] = a->low[i] - b->low[i];
+    sum->high[i] = a->high[i] - b->high[i];
+    zero |= sum->low[i] == 0.0f ? 1 : 0;
+    zero |= sum->high[i] == 0.0f ? 1 : 0;
+  }
+  return !zero;
+}
+
+/* The mean of a window, from prefix sums that are exact; 0 if it is not. */
+static int window_planes(const planes *rows, const int64_t *slots, size_t first, size_t last,
+                         size_t n, void *out) {
+  const planes *sum = rows + slots[last];
+  planes difference;
+  if (first) {
+    take_inexact();
+    int nonzero = subtract_planes(&difference, sum, rows + slots[first - 1], n);
+    if (take_inexact() || !nonzero) return 0;
+    sum = &difference;
+  }
+  return round_planes(out, sum, n, (float)(last - first + 1));
 }
 
 /* Means of many windows over the same inputs. Window w has inputs firsts[w] to lasts[w]; its
@@ -368,19 +504,28 @@ void lawa_windows(const void *const *raws, size_t num, size_t n, int kind, size_
                   const double *divisors, const double *exact_factors, const int64_t *slots,
                   int target, size_t target_width, void *const *outs, double *rows, int *flags) {
   double sum[BLOCK];
+  planes *lanes = (planes *)rows;
   control before = enter_default();
-  for (size_t start = 0; start < n; start += BLOCK) {
-    size_t count = n - start < BLOCK ? n - start : BLOCK, offset = start * width;
-    int clean = prefix_sums(rows, slots, raws, num, offset, count, kind, table);
+  for (size_t start = 0, count; start < n; start += count) {
+    size_t offset = start * width;
+    count = n - start < BLOCK ? n - start : BLOCK;
+    int quick = fits_planes(kind, target, num) && count >= STEP;
+    if (quick) count -= count % STEP;
+    int clean = quick ? prefix_planes(lanes, slots, raws, num, offset, count)
+                      : prefix_sums(rows, slots, raws, num, offset, count, kind, table);
     for (size_t w = 0; w < num_windows; w++) {
       size_t first = (size_t)firsts[w], last = (size_t)lasts[w];
+      void *made = (char *)outs[w] + start * target_width;
       int done = 0;
-      if (places[w] < 0 && clean) {
+      if (places[w] < 0 && quick && divisors[w] == (double)(last - first + 1)) {
+        if (clean && window_planes(lanes, slots, first, last, count, made)) continue;
+        if (mean_planes(raws, first, last, offset, count, made)) continue;
+      } else if (places[w] < 0 && clean && !quick) {
         const double *end = rows + slots[last] * BLOCK;
-        feclearexcept(FE_INEXACT);
+        take_inexact();
         if (first) difference(sum, end, rows + slots[first - 1] * BLOCK, count);
         else memcpy(sum, end, count * sizeof *sum);
-        done = !fetestexcept(FE_INEXACT) && !has_zero(sum, count);
+        done = !take_inexact() && !has_zero(sum, count);
       }
       for (size_t i = first, begun = 0; !done && i <= last; i++) {
         double weight = places[w] < 0 ? 1.0 : weights[places[w] + (int64_t)(i - first)];
@@ -388,8 +533,7 @@ void lawa_windows(const void *const *raws, size_t num, size_t n, int kind, size_
         add(sum, (const char *)raws[i] + offset, count, kind, table, weight, !begun);
         begun = 1;
       }
-      flags[w] |= finish(sum, count, divisors[w], exact_factors[w], target,
-                         (char *)outs[w] + start * target_width);
+      flags[w] |= finish(sum, count, divisors[w], exact_factors[w], target, made);
     }
   }
   write_control(before);
