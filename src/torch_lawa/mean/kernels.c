@@ -125,8 +125,8 @@ static inline double of_f16(uint16_t x, const double *t) {
 }
 static inline double of_table(uint8_t x, const double *t) { return t[x]; }
 
-/* For each kind: start a sum or add to it, with weight 1 or another weight. Adding two inputs at
- * once, in order, saves one load and store of the sum. */
+/* For each kind: start a sum or add to it, with weight 1 or another weight. Adding several inputs
+ * at once, in order, saves loads and stores of the sum. */
 #define LOOPS(NAME, TYPE)                                                                          \
   CLONES static void start_##NAME(double *restrict sum, const TYPE *restrict x, size_t n,          \
                                   const double *restrict t) {                                      \
@@ -145,9 +145,12 @@ static inline double of_table(uint8_t x, const double *t) { return t[x]; }
                                       const double *restrict t) {                                  \
     for (size_t i = 0; i < n; i++) sum[i] = of_##NAME(x[i], t) + of_##NAME(y[i], t);               \
   }                                                                                                \
-  CLONES static void add_two_##NAME(double *restrict sum, const TYPE *restrict x,                  \
-                                    const TYPE *restrict y, size_t n, const double *restrict t) {  \
-    for (size_t i = 0; i < n; i++) sum[i] = sum[i] + of_##NAME(x[i], t) + of_##NAME(y[i], t);      \
+  CLONES static void add_four_##NAME(double *restrict sum, const TYPE *restrict x,                 \
+                                     const TYPE *restrict y, const TYPE *restrict z,               \
+                                     const TYPE *restrict u, size_t n, const double *restrict t) { \
+    for (size_t i = 0; i < n; i++)                                                                 \
+      sum[i] = sum[i] + of_##NAME(x[i], t) + of_##NAME(y[i], t) + of_##NAME(z[i], t) +             \
+               of_##NAME(u[i], t);                                                                 \
   }                                                                                                \
   CLONES static void add_weighted_##NAME(double *restrict sum, const TYPE *restrict x, size_t n,   \
                                          const double *restrict t, double w) {                     \
@@ -191,22 +194,28 @@ void lawa_add(double *sum, const void *raw, size_t n, int kind, const double *ta
   write_control(before);
 }
 
-/* The same with weight 1 for two checkpoints, the older first. */
-static void add_two(double *sum, const void *x, const void *y, size_t n, int kind,
-                    const double *table, int first) {
-#define TWO(NAME)                                          \
-  do {                                                     \
-    if (first) start_two_##NAME(sum, x, y, n, table);      \
-    else add_two_##NAME(sum, x, y, n, table);              \
+/* Adds the inputs first to last with weight 1, in order; starts the sum unless it was `begun`. */
+static void add_range(double *sum, const void *const *raws, size_t first, size_t last,
+                      size_t offset, size_t n, int kind, const double *table, int begun) {
+  size_t j = first;
+#define X(I) (const void *)((const char *)raws[I] + offset)
+#define RANGE(NAME)                                                                           \
+  do {                                                                                        \
+    if (!begun && j < last) start_two_##NAME(sum, X(j), X(j + 1), n, table), j += 2;          \
+    else if (!begun) start_##NAME(sum, X(j), n, table), j++;                                  \
+    for (; j + 3 <= last; j += 4)                                                             \
+      add_four_##NAME(sum, X(j), X(j + 1), X(j + 2), X(j + 3), n, table);                     \
+    for (; j <= last; j++) add_##NAME(sum, X(j), n, table);                                   \
   } while (0)
   switch (kind) {
-    case F64: TWO(f64); break;
-    case F32: TWO(f32); break;
-    case F16: TWO(f16); break;
-    case BF16: TWO(bf16); break;
-    default: TWO(table); break;
+    case F64: RANGE(f64); break;
+    case F32: RANGE(f32); break;
+    case F16: RANGE(f16); break;
+    case BF16: RANGE(bf16); break;
+    default: RANGE(table); break;
   }
-#undef TWO
+#undef RANGE
+#undef X
 }
 
 CLONES static void divide(double *restrict sum, size_t n, double divisor) {
@@ -217,17 +226,30 @@ CLONES static void multiply(double *restrict sum, size_t n, double factor) {
   for (size_t i = 0; i < n; i++) sum[i] *= factor;
 }
 
+static inline uint64_t is_not_finite(double x) {
+  return (double_bits(x) & 0x7fffffffffffffffu) >= 0x7ff0000000000000u;
+}
+
 CLONES static int not_finite(const double *restrict x, size_t n) {
   uint64_t found = 0;
-  for (size_t i = 0; i < n; i++) {
-    uint64_t size = double_bits(x[i]) & 0x7fffffffffffffffu;
-    found |= size >= 0x7ff0000000000000u;
-  }
+  for (size_t i = 0; i < n; i++) found |= is_not_finite(x[i]);
   return found != 0;
 }
 
-CLONES static void to_f32(float *restrict out, const double *restrict x, size_t n) {
-  for (size_t i = 0; i < n; i++) out[i] = (float)x[i];
+/* Divides and rounds in one pass; returns whether a mean is not finite. */
+CLONES static int divide_to_f32(float *restrict out, const double *restrict sum, size_t n,
+                                double divisor, double exact_factor) {
+  uint64_t found = 0;
+#define ROUND(MEAN)                  \
+  for (size_t i = 0; i < n; i++) {   \
+    double mean = MEAN;              \
+    found |= is_not_finite(mean);    \
+    out[i] = (float)mean;            \
+  }
+  if (exact_factor != 0.0) ROUND(sum[i] * exact_factor)
+  else ROUND(sum[i] / divisor)
+#undef ROUND
+  return found != 0;
 }
 
 /* The float32 next to x towards zero, its last bit set if anything was cut off (rounding "to odd"):
@@ -292,11 +314,11 @@ CLONES static void to_f16(uint16_t *restrict out, const double *restrict x, size
 
 /* Divide a sum (exact_factor: 1 / divisor if that is a power of two, else 0) and round it. */
 static int finish(double *sum, size_t n, double divisor, double exact_factor, int kind, void *out) {
+  if (kind == F32) return divide_to_f32(out, sum, n, divisor, exact_factor) ? NOT_FINITE : 0;
   if (exact_factor == 0.0) divide(sum, n, divisor);
   else if (exact_factor != 1.0) multiply(sum, n, exact_factor);
   switch (kind) {
     case F64: memcpy(out, sum, n * sizeof *sum); break;
-    case F32: to_f32(out, sum, n); break;
     case F16: to_f16(out, sum, n); break;
     case BF16:
       /* Means of two or four are often exactly between two values: skip the attempt by float32. */
@@ -396,9 +418,10 @@ int lawa_mean(const void *const *raws, const double *weights, size_t k, size_t n
               size_t width, const double *table, double divisor, double exact_factor, int target,
               size_t target_width, void *out) {
   double sum[BLOCK];
-  int flags = 0, quick = fits_planes(kind, target, k) && divisor == (double)k;
+  int flags = 0, uniform = 1;
   control before = enter_default();
-  for (size_t j = 0; j < k; j++) quick &= weights[j] == 1.0;
+  for (size_t j = 0; j < k; j++) uniform &= weights[j] == 1.0;
+  int quick = uniform && fits_planes(kind, target, k) && divisor == (double)k;
   for (size_t start = 0, count; start < n; start += count) {
     size_t offset = start * width;
     void *made = (char *)out + start * target_width;
@@ -407,15 +430,9 @@ int lawa_mean(const void *const *raws, const double *weights, size_t k, size_t n
       count -= count % STEP;
       if (mean_planes(raws, 0, k - 1, offset, count, made)) continue;
     }
-    for (size_t j = 0; j < k; j++) {
-      const char *x = (const char *)raws[j] + offset;
-      if (j + 1 < k && weights[j] == 1.0 && weights[j + 1] == 1.0) {
-        add_two(sum, x, (const char *)raws[j + 1] + offset, count, kind, table, j == 0);
-        j++;
-      } else {
-        add(sum, x, count, kind, table, weights[j], j == 0);
-      }
-    }
+    if (uniform) add_range(sum, raws, 0, k - 1, offset, count, kind, table, 0);
+    for (size_t j = 0; !uniform && j < k; j++)
+      add(sum, (const char *)raws[j] + offset, count, kind, table, weights[j], j == 0);
     flags |= finish(sum, count, divisor, exact_factor, target, made);
   }
   write_control(before);
@@ -440,17 +457,14 @@ static int prefix_sums(double *rows, const int64_t *slots, const void *const *ra
                        size_t offset, size_t count, int kind, const double *table) {
   double sum[BLOCK];
   take_inexact();
+  size_t first = 0;
   for (size_t i = 0; i < num; i++) {
-    const char *x = (const char *)raws[i] + offset;
-    if (i + 1 < num && slots[i] < 0) {
-      add_two(sum, x, (const char *)raws[i + 1] + offset, count, kind, table, i == 0);
-      i++;
-    } else {
-      add(sum, x, count, kind, table, 1.0, i == 0);
-    }
-    if (slots[i] >= 0) memcpy(rows + slots[i] * BLOCK, sum, count * sizeof *sum);
+    if (slots[i] < 0) continue;
+    add_range(sum, raws, first, i, offset, count, kind, table, first > 0);
+    memcpy(rows + slots[i] * BLOCK, sum, count * sizeof *sum);
+    first = i + 1;
   }
-  return !take_inexact() && !not_finite(sum, count);
+  return first && !take_inexact() && !not_finite(sum, count);
 }
 
 /* The same in planes, up to the last slot. */
