@@ -1,6 +1,7 @@
 """`lawa average`: average checkpoints on disk or on a server."""
 
 import json
+import os
 from typing import TYPE_CHECKING
 
 import click
@@ -81,6 +82,8 @@ def command(
     adapters. Each byte is read once. OUT has the layout of the newest input and contains the exact
     mean, summed in float64 and rounded once.
     """
+    # NumPy's linear algebra would start a thread per core when it is imported; none is used here.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from torch_lawa.cli.progress import run_with_progress
     from torch_lawa.cli.ranks import averaging
     from torch_lawa.offline.engine import Meter

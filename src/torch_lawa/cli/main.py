@@ -12,7 +12,6 @@ import io
 import sys
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import entry_points
 
 import click
 
@@ -38,7 +37,13 @@ _VERBS: Verbs = {
 
 @cache
 def _verbs() -> dict[str, tuple[str, str]]:
-    """Our own verbs and those of installed packages."""
+    """Our own verbs and those of installed packages.
+
+    Looking for the latter takes longer than all the rest of this module, so they are looked for
+    only where a verb is not ours.
+    """
+    from importlib.metadata import entry_points
+
     verbs = dict(_VERBS)
     for entry in entry_points(group="lawa.verbs"):
         verbs |= entry.load()
@@ -52,9 +57,10 @@ class _Lawa(click.Group):
         return list(_verbs())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _verbs():
+        verbs = _VERBS if cmd_name in _VERBS else _verbs()
+        if cmd_name not in verbs:
             return None
-        module, _ = _verbs()[cmd_name]
+        module, _ = verbs[cmd_name]
         command = importlib.import_module(module).command
         assert isinstance(command, click.Command)
         return command
@@ -73,7 +79,8 @@ def lawa() -> None:
 def main(args: list[str] | None = None, *, verbs: Verbs | None = None) -> None:
     """Run the command, with `verbs` that are not installed as entry points, and exit."""
     tolerate_any_text()
-    _verbs().update(verbs or {})
+    if verbs:
+        _verbs().update(verbs)
     sys.exit(_run(args))
 
 
