@@ -15,6 +15,7 @@ from torch_lawa.cli.options import (
     threads_option,
 )
 from torch_lawa.cli.output import echo
+from torch_lawa.garbage import paused_garbage_collection
 from torch_lawa.units import format_bytes
 
 if TYPE_CHECKING:
@@ -90,7 +91,10 @@ def command(
     from torch_lawa.offline.plan import plan_average
 
     meter = Meter()
-    with averaging(output, meter, threads=threads, dry_run=dry_run) as run_average:
+    with (
+        paused_garbage_collection(),  # a plan of 100,000 tensors would be traversed many times
+        averaging(output, meter, threads=threads, dry_run=dry_run) as run_average,
+    ):
         plan = plan_average(
             inputs,
             output,
