@@ -342,7 +342,7 @@ int lawa_finish(double *sum, size_t n, double divisor, double exact_factor, int 
  * A 32-bit word has two values. Their sums are in two "planes", the lower halves of the words and
  * the upper ones, so nothing has to be interleaved. Vectors are those of GCC and Clang. */
 
-enum { LANES = 16, STEP = 4 * LANES, PLANE = BLOCK / 2 };
+enum { LANES = 8, VECTORS = 4, STEP = 2 * LANES * VECTORS, PLANE = BLOCK / 2 };
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef words loose __attribute__((aligned(2), may_alias)); /* in files */
@@ -352,26 +352,25 @@ typedef struct { float low[PLANE], high[PLANE]; } planes;
 /* sum = before (if any) + the inputs first to last, in order; n is a multiple of STEP. */
 CLONES static void sum_planes(planes *sum, const planes *before, const void *const *raws,
                               size_t first, size_t last, size_t offset, size_t n) {
-  for (size_t at = 0; at < n / 2; at += 2 * LANES) {
+#define EACH for (int i = 0; i < VECTORS; i++)
+  for (size_t at = 0; at < n / 2; at += VECTORS * LANES) {
+    floats low[VECTORS], high[VECTORS];
     size_t j = first;
-    floats low, low2, high, high2;
     if (before != NULL) {
-      low = *(const floats *)(before->low + at), low2 = *(const floats *)(before->low + at + LANES);
-      high = *(const floats *)(before->high + at);
-      high2 = *(const floats *)(before->high + at + LANES);
+      EACH low[i] = *(const floats *)(before->low + at + i * LANES);
+      EACH high[i] = *(const floats *)(before->high + at + i * LANES);
     } else {
       const loose *x = (const loose *)((const char *)raws[j++] + offset + 4 * at);
-      low = (floats)(x[0] << 16), low2 = (floats)(x[1] << 16);
-      high = (floats)(x[0] & 0xffff0000u), high2 = (floats)(x[1] & 0xffff0000u);
+      EACH low[i] = (floats)(x[i] << 16), high[i] = (floats)(x[i] & 0xffff0000u);
     }
     for (; j <= last; j++) {
       const loose *x = (const loose *)((const char *)raws[j] + offset + 4 * at);
-      low += (floats)(x[0] << 16), low2 += (floats)(x[1] << 16);
-      high += (floats)(x[0] & 0xffff0000u), high2 += (floats)(x[1] & 0xffff0000u);
+      EACH low[i] += (floats)(x[i] << 16), high[i] += (floats)(x[i] & 0xffff0000u);
     }
-    *(floats *)(sum->low + at) = low, *(floats *)(sum->low + at + LANES) = low2;
-    *(floats *)(sum->high + at) = high, *(floats *)(sum->high + at + LANES) = high2;
+    EACH *(floats *)(sum->low + at + i * LANES) = low[i];
+    EACH *(floats *)(sum->high + at + i * LANES) = high[i];
   }
+#undef EACH
 }
 
 /* The bfloat16 nearest to sum / k, in the upper halves of words. The quotient may be wrong in its
