@@ -2,9 +2,10 @@
 
 Each way is a process of its own over the same files of a 350 M-parameter transformer (or, in the
 part "small", of 100,000 small tensors); all of them take turns, round by round. Time is that of the
-whole process, and of its engine (without starting Python and imports) where it says so. Memory is
-the peak of what belongs to the process, above that of a bare interpreter, from a run that is not
-timed. The first column of ratios is to our median.
+whole process, and of its engine (without starting Python and imports) where it says so. Processor
+time, of all threads together, depends less on what else the machine does. Memory is the peak of
+what belongs to the process, above that of a bare interpreter, from a run that is not timed. The
+first column of ratios is to our median.
 
     make bench-offline                                     # needs 40 GB of disk; an hour
     python benchmarks/offline.py --data /scratch --only fp32-6 lawa naive touch-2
@@ -133,7 +134,7 @@ def measure(
         if "failed" not in row and variant not in FLOORS and part != "sweep":
             row |= check(written(variant, output), inputs)
         log.add(kind="memory", part=part, variant=variant, bare_bytes=bare, **row)
-        found[variant] = {**row, "wall_s": [], "engine_s": []}
+        found[variant] = {**row, "wall_s": [], "engine_s": [], "cpu_s": []}
     for turn in range(rounds):
         first = turn % len(variants)
         for variant in (*variants[first:], *variants[:first]):
@@ -147,6 +148,7 @@ def measure(
                 row["failed"] = done["failed"]
                 continue
             row["wall_s"].append(done["wall_s"])
+            row["cpu_s"].append(done["cpu_s"])
             if done["engine_s"] is not None:
                 row["engine_s"].append(done["engine_s"])
         print(f"{part}: round {turn + 1} of {rounds}", flush=True)
@@ -159,13 +161,13 @@ def show(found: dict[str, dict[str, Any]], title: str) -> None:
     ours = found.get(OURS, {})
     print(f"\n{title}")
     print(f"{'':16} {'process, s':>16} {'/ ours':>7} {'engine, s':>16} {'/ ours':>7}", end="")
-    print(f" {'memory, MB':>11}   values not the exact mean")
+    print(f" {'processor, s':>16} {'/ ours':>7} {'memory, MB':>11}   values not the exact mean")
     for variant, row in found.items():
         if "failed" in row:
             print(f"{variant:16} failed: {row['failed'].splitlines()[-1]}")
             continue
         line = f"{variant:16}"
-        for field in ("wall_s", "engine_s"):
+        for field in ("wall_s", "engine_s", "cpu_s"):
             times, base = row[field], ours.get(field)
             text = f"{median(times):.3f} ({min(times):.3f})" if times else "-"
             ratio = f"{median(times) / median(base):.2f}" if times and base else "-"
