@@ -342,14 +342,16 @@ int lawa_finish(double *sum, size_t n, double divisor, double exact_factor, int 
  * A 32-bit word has two values. Their sums are in two "planes", the lower halves of the words and
  * the upper ones, so nothing has to be interleaved. Vectors are those of GCC and Clang. */
 
-enum { LANES = 8, VECTORS = 4, STEP = 2 * LANES * VECTORS, PLANE = BLOCK / 2 };
+enum { LANES = 8, VECTORS = 4, STEP = 2 * LANES * VECTORS, PLANE = BLOCK / 2, AHEAD = 2048 };
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef words loose __attribute__((aligned(2), may_alias)); /* in files */
 typedef uint32_t pair __attribute__((aligned(2), may_alias));
 typedef struct { float low[PLANE], high[PLANE]; } planes;
 
-/* sum = before (if any) + the inputs first to last, in order; n is a multiple of STEP. */
+/* sum = before (if any) + the inputs first to last, in order; n is a multiple of STEP.
+ * Mappings begin at pages, so the same value of all inputs has the same set in the L1 cache, which
+ * has no room for many of them. The bytes of a later block are therefore fetched into L2. */
 CLONES static void sum_planes(planes *sum, const planes *before, const void *const *raws,
                               size_t first, size_t last, size_t offset, size_t n) {
 #define EACH for (int i = 0; i < VECTORS; i++)
@@ -365,6 +367,8 @@ CLONES static void sum_planes(planes *sum, const planes *before, const void *con
     }
     for (; j <= last; j++) {
       const loose *x = (const loose *)((const char *)raws[j] + offset + 4 * at);
+      __builtin_prefetch((const char *)x + AHEAD, 0, 2);
+      __builtin_prefetch((const char *)x + AHEAD + 64, 0, 2);
       EACH low[i] += (floats)(x[i] << 16), high[i] += (floats)(x[i] & 0xffff0000u);
     }
     EACH *(floats *)(sum->low + at + i * LANES) = low[i];
@@ -388,14 +392,15 @@ static inline uint32_t nearest(uint32_t sum, float k, float reciprocal) {
 CLONES static int round_planes(void *restrict out, const planes *restrict sum, size_t n, float k) {
   float reciprocal = 1.0f / k;
   pair *restrict pairs = out;
-  uint32_t lost = 0;
+  uint32_t largest = 0;
   for (size_t i = 0; i < n / 2; i++) {
     uint32_t low = float_bits(sum->low[i]), high = float_bits(sum->high[i]);
-    lost |= (low & 0x7fffffff) > 0x7f7fffff ? 1 : 0;
-    lost |= (high & 0x7fffffff) > 0x7f7fffff ? 1 : 0;
+    uint32_t size = low & 0x7fffffff, other = high & 0x7fffffff;
+    size = size > other ? size : other;
+    largest = largest > size ? largest : size;
     pairs[i] = nearest(low, k, reciprocal) >> 16 | nearest(high, k, reciprocal);
   }
-  return !lost;
+  return largest < 0x7f800000;
 }
 
 /* Whether means of this kind can be computed in planes. */
@@ -406,7 +411,7 @@ static int fits_planes(int kind, int target, size_t k) {
 /* The mean of the inputs first to last in planes; 0 if that is not exact. */
 static int mean_planes(const void *const *raws, size_t first, size_t last, size_t offset, size_t n,
                        void *out) {
-  planes sum;
+  _Alignas(64) planes sum;
   take_inexact();
   sum_planes(&sum, NULL, raws, first, last, offset, n);
   return !take_inexact() && round_planes(out, &sum, n, (float)(last - first + 1));
@@ -497,7 +502,7 @@ CLONES static int subtract_planes(planes *restrict sum, const planes *restrict a
 static int window_planes(const planes *rows, const int64_t *slots, size_t first, size_t last,
                          size_t n, void *out) {
   const planes *sum = rows + slots[last];
-  planes difference;
+  _Alignas(64) planes difference;
   if (first) {
     take_inexact();
     int nonzero = subtract_planes(&difference, sum, rows + slots[first - 1], n);
@@ -509,15 +514,15 @@ static int window_planes(const planes *rows, const int64_t *slots, size_t first,
 
 /* Means of many windows over the same inputs. Window w has inputs firsts[w] to lasts[w]; its
  * weights begin at weights + places[w], or are all 1 if places[w] is negative. slots has the row of
- * each input whose prefix sum is needed, or -1; rows is scratch memory for them, BLOCK values each.
- * flags has one word per window. */
+ * each input whose prefix sum is needed, or -1; rows is scratch memory for them, BLOCK values each,
+ * and eight values more. flags has one word per window. */
 void lawa_windows(const void *const *raws, size_t num, size_t n, int kind, size_t width,
                   const double *table, size_t num_windows, const int64_t *firsts,
                   const int64_t *lasts, const int64_t *places, const double *weights,
                   const double *divisors, const double *exact_factors, const int64_t *slots,
                   int target, size_t target_width, void *const *outs, double *rows, int *flags) {
   double sum[BLOCK];
-  planes *lanes = (planes *)rows;
+  planes *lanes = (planes *)(((uintptr_t)rows + 63) & ~(uintptr_t)63);
   control before = enter_default();
   for (size_t start = 0, count; start < n; start += count) {
     size_t offset = start * width;

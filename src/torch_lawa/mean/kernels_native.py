@@ -139,8 +139,8 @@ class CompiledPieces(Pieces):
         flags = np.zeros(num, np.int32)
         if self._prepared is None or self._prepared.windows is not windows:
             self._prepared = _PreparedWindows(windows, len(raws))
-        if len(self._rows) < len(raws) * _BLOCK:
-            self._rows = np.empty(len(raws) * _BLOCK)
+        if len(self._rows) < len(raws) * _BLOCK + 8:
+            self._rows = np.empty(len(raws) * _BLOCK + 8)
         self._library.lawa_windows(
             (ctypes.c_void_p * len(raws))(*map(_at, raws)),
             *(len(raws), count, _kind(code)[0], width, _kind(code)[1], num),
