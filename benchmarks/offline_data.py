@@ -16,12 +16,21 @@ from safetensors.torch import save_file
 
 MEDIUM = {"n_layer": 24, "n_embd": 1024, "vocab_size": 50257, "n_positions": 1024, "n_head": 16}
 TINY = {"n_layer": 4, "n_embd": 256, "vocab_size": 8000, "n_positions": 256, "n_head": 4}
+SMALL = {"num_tensors": 100_000, "numel": 64}  # as of an adapter, or of many experts
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CHECKED = ("wte", "wpe", "h.0.", "h.3.attn", "ln_f")  # the tensors whose mean is checked
 
 
 def shapes(config: dict[str, int]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a GPT-2's parameters; the head is tied to the embedding."""
+    """Names and shapes of a GPT-2's parameters; the head is tied to the embedding.
+
+    Or many small tensors.
+    """
+    if "num_tensors" in config:
+        return {
+            f"transformer.h.{i // 10}.expert.{i % 10}.weight": (config["numel"],)
+            for i in range(config["num_tensors"])
+        }
     d = config["n_embd"]
     found: dict[str, tuple[int, ...]] = {
         "transformer.wte.weight": (config["vocab_size"], d),
@@ -44,7 +53,8 @@ def size(config: dict[str, int], dtype: str) -> int:
 
 def paths(data: Path, config: dict[str, int], dtype: str, num: int) -> list[Path]:
     """Where the first `num` checkpoints of a dtype are."""
-    model = f"gpt2-{sum(math.prod(s) for s in shapes(config).values()) // 10**6}M"
+    kind = "small" if "num_tensors" in config else "gpt2"
+    model = f"{kind}-{sum(math.prod(s) for s in shapes(config).values()) // 10**6}M"
     return [
         data / model / dtype / f"step-{1000 * (i + 1):06d}" / "model.safetensors"
         for i in range(num)

@@ -5,6 +5,7 @@ import ctypes
 import json
 import mmap
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -20,15 +21,16 @@ Watch = Callable[["subprocess.Popen[bytes]"], None]
 
 
 def execute(command: list[str], watch: Watch | None = None) -> dict[str, Any]:
-    """Wall time of a process, and the time its engine took where its JSON says so."""
+    """Wall and processor time of a process, and its engine's wall time where its JSON says so."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        start = time.perf_counter()
+        start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
         process = subprocess.Popen(command, stdout=out, stderr=err)
         try:
             if watch is not None:
                 watch(process)
             code = process.wait()
             wall = time.perf_counter() - start
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
         finally:
             process.kill()  # if we are stopped, so is it
         out.seek(0)
@@ -36,7 +38,8 @@ def execute(command: list[str], watch: Watch | None = None) -> dict[str, Any]:
         if code:
             last = err.read().decode(errors="replace").strip()[-2000:]
             return {"failed": f"exit code {code}: {last}"}
-        return {"wall_s": wall, "engine_s": engine_seconds(out.read().decode())}
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        return {"wall_s": wall, "cpu_s": cpu, "engine_s": engine_seconds(out.read().decode())}
 
 
 def engine_seconds(printed: str) -> float | None:

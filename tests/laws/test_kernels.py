@@ -226,6 +226,68 @@ def test_windows_of_ordinary_weights_and_of_spoilt_ones(
         assert_same(mean, mean_reference(chosen, weights, dtype_of(source)))
 
 
+# Smallest and largest bits without the sign, and whether signs differ: values of similar size (near
+# 1, the smallest ones, the largest ones) are summed in float32, the others in float64.
+BFLOAT16 = {
+    "similar": (0x3F80, 0x4000, False),
+    "both signs": (0x3F00, 0x4100, True),
+    "subnormal": (0x0000, 0x0180, True),
+    "largest": (0x7F60, 0x7F80, True),
+    "zeros": (0x0000, 0x0001, True),
+    "all finite": (0x0000, 0x7F80, True),
+}
+
+
+@either
+@pytest.mark.parametrize("sizes", BFLOAT16)
+@settings(max_examples=30, deadline=None)
+@given(
+    n=st.sampled_from([63, 64, 65, 192, 512, 600, 1100]),
+    k=st.integers(1, 40),
+    seed=st.integers(0, 2**32 - 1),
+    spoilt=st.sampled_from([None, None, 0x7F80, 0xFFC1, 0x8000, 0x0001, 0x4B80]),
+)
+def test_bfloat16_of_similar_sizes_and_of_others(
+    made_by: Maker, sizes: str, n: int, k: int, seed: int, spoilt: int | None
+) -> None:
+    smallest, largest, signed = BFLOAT16[sizes]
+    random = np.random.default_rng(seed)
+    bits = random.integers(smallest, largest, (k, n))
+    bits |= random.integers(0, 1 + signed, (k, n)) << 15
+    if spoilt is not None:
+        bits[seed % k, seed % n] = spoilt
+    raws = list(bits.astype(np.uint16).view(np.uint8))
+    tensors = [torch.from_numpy(each.copy()).view(torch.bfloat16) for each in raws]
+    weights, pieces = Uniform().weights(k), made_by(1100)
+    made = pieces.mean(raws, weights, "BF16", "BF16").copy()
+    assert_same(made, mean_reference(tensors, weights, torch.bfloat16))
+    assert pieces.finite == bool(torch.stack(tensors).isfinite().all())
+    if spoilt is None and sizes != "all finite":  # every float64 sum is exact
+        some = random.choice(n, 5)
+        found = torch.from_numpy(made).view(torch.bfloat16)[some].double().tolist()
+        exact = true_mean([tensor[some] for tensor in tensors])
+        assert found == [round_fraction(f, torch.bfloat16) for f in exact]
+    own = Weights((1.0,) * k, 3.0)  # a rule of one's own
+    made = pieces.mean(raws, own, "BF16", "BF16")
+    assert_same(made, mean_reference(tensors, own, torch.bfloat16))
+    firsts = sorted({0, k // 3, k // 2, k - 1})
+    windows = [(range(first, k), Uniform().weights(k - first)) for first in firsts]
+    windows += [(range(k), own)]
+    for (at, each), mean in zip(windows, pieces.means(raws, windows, "BF16", "BF16"), strict=True):
+        assert_same(mean, mean_reference([tensors[i] for i in at], each, torch.bfloat16))
+
+
+@either
+def test_a_window_that_only_its_prefix_sums_can_hold(made_by: Maker) -> None:
+    """All sums from the start are exact in float32, but not the difference of two of them."""
+    column = [-2.0, -2 - 2.0**-6, 2.0, 2 + 2.0**-6, 2.0**-30, 0.0]
+    tensors = [torch.full((64,), value, dtype=torch.bfloat16) for value in column]
+    windows = [(range(2, 6), Uniform().weights(4))]
+    (made,) = made_by(64).means(map(raw, tensors), windows, "BF16", "BF16")
+    # Just above the middle of 1 and the next value.
+    assert torch.from_numpy(made.copy()).view(torch.bfloat16).tolist() == [1 + 2.0**-7] * 64
+
+
 @pytest.fixture
 def _flushing() -> Iterator[None]:
     """Subnormal numbers are zero in this thread, as after loading a library with -ffast-math."""

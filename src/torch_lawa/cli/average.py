@@ -1,6 +1,7 @@
 """`lawa average`: average checkpoints on disk or on a server."""
 
 import json
+import os
 from typing import TYPE_CHECKING
 
 import click
@@ -14,6 +15,7 @@ from torch_lawa.cli.options import (
     threads_option,
 )
 from torch_lawa.cli.output import echo
+from torch_lawa.garbage import paused_garbage_collection
 from torch_lawa.units import format_bytes
 
 if TYPE_CHECKING:
@@ -81,13 +83,18 @@ def command(
     adapters. Each byte is read once. OUT has the layout of the newest input and contains the exact
     mean, summed in float64 and rounded once.
     """
+    # NumPy's linear algebra would start a thread per core when it is imported; none is used here.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from torch_lawa.cli.progress import run_with_progress
     from torch_lawa.cli.ranks import averaging
     from torch_lawa.offline.engine import Meter
     from torch_lawa.offline.plan import plan_average
 
     meter = Meter()
-    with averaging(output, meter, threads=threads, dry_run=dry_run) as run_average:
+    with (
+        paused_garbage_collection(),  # a plan of 100,000 tensors would be traversed many times
+        averaging(output, meter, threads=threads, dry_run=dry_run) as run_average,
+    ):
         plan = plan_average(
             inputs,
             output,

@@ -12,7 +12,6 @@ import io
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.metadata import entry_points
 
 import click
 
@@ -39,7 +38,13 @@ _VERBS: Verbs = {
 
 @cache
 def _verbs() -> dict[str, tuple[str, str]]:
-    """Our own verbs and those of installed packages."""
+    """Our own verbs and those of installed packages.
+
+    Looking for the latter takes longer than all the rest of this module, so they are looked for
+    only where a verb is not ours.
+    """
+    from importlib.metadata import entry_points
+
     verbs = dict(_VERBS)
     for entry in entry_points(group="lawa.verbs"):
         verbs |= entry.load()
@@ -53,9 +58,10 @@ class _Lawa(click.Group):
         return list(_verbs())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _verbs():
+        verbs = _VERBS if cmd_name in _VERBS else _verbs()
+        if cmd_name not in verbs:
             return None
-        module, _ = _verbs()[cmd_name]
+        module, _ = verbs[cmd_name]
         command = importlib.import_module(module).command
         assert isinstance(command, click.Command)
         return command
@@ -85,7 +91,8 @@ def _run_verb(args: list[str] | None, verbs: Verbs, interrupts: Sequence[int]) -
     try:
         tolerate_any_text()
         _allow_open_files()
-        _verbs().update(verbs)
+        if verbs:
+            _verbs().update(verbs)
         code = lawa.main(args, prog_name="lawa", standalone_mode=False)
     except click.ClickException as error:
         shown = io.StringIO()

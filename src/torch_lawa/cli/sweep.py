@@ -5,7 +5,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -166,6 +165,8 @@ def command(
 def _load(name: str) -> Callable[[Any], Mapping[str, Any]]:
     """Import `package.module:function`, from the current folder first; or load a run's folder."""
     if (Path(name) / "config.json").is_file():
+        from importlib.metadata import entry_points  # takes a while
+
         for entry in entry_points(group="lawa.run_evaluators"):
             return entry.load()(Path(name))  # type: ignore[no-any-return]
     module, _, function = name.partition(":")

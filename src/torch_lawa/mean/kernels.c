@@ -74,6 +74,19 @@ static inline control enter_default(void) {
   return before;
 }
 
+/* Whether an operation was rounded since the last call. (feclearexcept also saves and restores the
+ * x87 unit, which costs more than a block of sums.) */
+static inline int take_inexact(void) {
+#if defined(__x86_64__)
+  int inexact = (read_control() & 0x20) != 0;
+  if (inexact) write_control(DEFAULT_CONTROL);
+#else
+  int inexact = fetestexcept(FE_INEXACT) != 0;
+  if (inexact) feclearexcept(FE_INEXACT);
+#endif
+  return inexact;
+}
+
 enum { F64, F32, F16, BF16, TABLE };  /* the same numbers as in kernels_native.py */
 enum { NOT_FINITE = 4, BLOCK = 512 }; /* likewise */
 
@@ -112,8 +125,8 @@ static inline double of_f16(uint16_t x, const double *t) {
 }
 static inline double of_table(uint8_t x, const double *t) { return t[x]; }
 
-/* For each kind: start a sum or add to it, with weight 1 or another weight. Adding two inputs at
- * once, in order, saves one load and store of the sum. */
+/* For each kind: start a sum or add to it, with weight 1 or another weight. Adding several inputs
+ * at once, in order, saves loads and stores of the sum. */
 #define LOOPS(NAME, TYPE)                                                                          \
   CLONES static void start_##NAME(double *restrict sum, const TYPE *restrict x, size_t n,          \
                                   const double *restrict t) {                                      \
@@ -132,9 +145,12 @@ static inline double of_table(uint8_t x, const double *t) { return t[x]; }
                                       const double *restrict t) {                                  \
     for (size_t i = 0; i < n; i++) sum[i] = of_##NAME(x[i], t) + of_##NAME(y[i], t);               \
   }                                                                                                \
-  CLONES static void add_two_##NAME(double *restrict sum, const TYPE *restrict x,                  \
-                                    const TYPE *restrict y, size_t n, const double *restrict t) {  \
-    for (size_t i = 0; i < n; i++) sum[i] = sum[i] + of_##NAME(x[i], t) + of_##NAME(y[i], t);      \
+  CLONES static void add_four_##NAME(double *restrict sum, const TYPE *restrict x,                 \
+                                     const TYPE *restrict y, const TYPE *restrict z,               \
+                                     const TYPE *restrict u, size_t n, const double *restrict t) { \
+    for (size_t i = 0; i < n; i++)                                                                 \
+      sum[i] = sum[i] + of_##NAME(x[i], t) + of_##NAME(y[i], t) + of_##NAME(z[i], t) +             \
+               of_##NAME(u[i], t);                                                                 \
   }                                                                                                \
   CLONES static void add_weighted_##NAME(double *restrict sum, const TYPE *restrict x, size_t n,   \
                                          const double *restrict t, double w) {                     \
@@ -178,22 +194,28 @@ void lawa_add(double *sum, const void *raw, size_t n, int kind, const double *ta
   write_control(before);
 }
 
-/* The same with weight 1 for two checkpoints, the older first. */
-static void add_two(double *sum, const void *x, const void *y, size_t n, int kind,
-                    const double *table, int first) {
-#define TWO(NAME)                                          \
-  do {                                                     \
-    if (first) start_two_##NAME(sum, x, y, n, table);      \
-    else add_two_##NAME(sum, x, y, n, table);              \
+/* Adds the inputs first to last with weight 1, in order; starts the sum unless it was `begun`. */
+static void add_range(double *sum, const void *const *raws, size_t first, size_t last,
+                      size_t offset, size_t n, int kind, const double *table, int begun) {
+  size_t j = first;
+#define X(I) (const void *)((const char *)raws[I] + offset)
+#define RANGE(NAME)                                                                           \
+  do {                                                                                        \
+    if (!begun && j < last) start_two_##NAME(sum, X(j), X(j + 1), n, table), j += 2;          \
+    else if (!begun) start_##NAME(sum, X(j), n, table), j++;                                  \
+    for (; j + 3 <= last; j += 4)                                                             \
+      add_four_##NAME(sum, X(j), X(j + 1), X(j + 2), X(j + 3), n, table);                     \
+    for (; j <= last; j++) add_##NAME(sum, X(j), n, table);                                   \
   } while (0)
   switch (kind) {
-    case F64: TWO(f64); break;
-    case F32: TWO(f32); break;
-    case F16: TWO(f16); break;
-    case BF16: TWO(bf16); break;
-    default: TWO(table); break;
+    case F64: RANGE(f64); break;
+    case F32: RANGE(f32); break;
+    case F16: RANGE(f16); break;
+    case BF16: RANGE(bf16); break;
+    default: RANGE(table); break;
   }
-#undef TWO
+#undef RANGE
+#undef X
 }
 
 CLONES static void divide(double *restrict sum, size_t n, double divisor) {
@@ -204,17 +226,30 @@ CLONES static void multiply(double *restrict sum, size_t n, double factor) {
   for (size_t i = 0; i < n; i++) sum[i] *= factor;
 }
 
+static inline uint64_t is_not_finite(double x) {
+  return (double_bits(x) & 0x7fffffffffffffffu) >= 0x7ff0000000000000u;
+}
+
 CLONES static int not_finite(const double *restrict x, size_t n) {
   uint64_t found = 0;
-  for (size_t i = 0; i < n; i++) {
-    uint64_t size = double_bits(x[i]) & 0x7fffffffffffffffu;
-    found |= size >= 0x7ff0000000000000u;
-  }
+  for (size_t i = 0; i < n; i++) found |= is_not_finite(x[i]);
   return found != 0;
 }
 
-CLONES static void to_f32(float *restrict out, const double *restrict x, size_t n) {
-  for (size_t i = 0; i < n; i++) out[i] = (float)x[i];
+/* Divides and rounds in one pass; returns whether a mean is not finite. */
+CLONES static int divide_to_f32(float *restrict out, const double *restrict sum, size_t n,
+                                double divisor, double exact_factor) {
+  uint64_t found = 0;
+#define ROUND(MEAN)                  \
+  for (size_t i = 0; i < n; i++) {   \
+    double mean = MEAN;              \
+    found |= is_not_finite(mean);    \
+    out[i] = (float)mean;            \
+  }
+  if (exact_factor != 0.0) ROUND(sum[i] * exact_factor)
+  else ROUND(sum[i] / divisor)
+#undef ROUND
+  return found != 0;
 }
 
 /* The float32 next to x towards zero, its last bit set if anything was cut off (rounding "to odd"):
@@ -279,11 +314,11 @@ CLONES static void to_f16(uint16_t *restrict out, const double *restrict x, size
 
 /* Divide a sum (exact_factor: 1 / divisor if that is a power of two, else 0) and round it. */
 static int finish(double *sum, size_t n, double divisor, double exact_factor, int kind, void *out) {
+  if (kind == F32) return divide_to_f32(out, sum, n, divisor, exact_factor) ? NOT_FINITE : 0;
   if (exact_factor == 0.0) divide(sum, n, divisor);
   else if (exact_factor != 1.0) multiply(sum, n, exact_factor);
   switch (kind) {
     case F64: memcpy(out, sum, n * sizeof *sum); break;
-    case F32: to_f32(out, sum, n); break;
     case F16: to_f16(out, sum, n); break;
     case BF16:
       /* Means of two or four are often exactly between two values: skip the attempt by float32. */
@@ -302,26 +337,107 @@ int lawa_finish(double *sum, size_t n, double divisor, double exact_factor, int 
   return flags;
 }
 
+/* bfloat16 in float32 lanes. Sums of bfloat16 values of similar size are exact in float32; where
+ * one was not, the processor's inexact flag is set, and the block is computed in float64 instead.
+ * A 32-bit word has two values. Their sums are in two "planes", the lower halves of the words and
+ * the upper ones, so nothing has to be interleaved. Vectors are those of GCC and Clang. */
+
+enum { LANES = 8, VECTORS = 4, STEP = 2 * LANES * VECTORS, PLANE = BLOCK / 2, AHEAD = 2048 };
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef words loose __attribute__((aligned(2), may_alias)); /* in files */
+typedef uint32_t pair __attribute__((aligned(2), may_alias));
+typedef struct { float low[PLANE], high[PLANE]; } planes;
+
+/* sum = before (if any) + the inputs first to last, in order; n is a multiple of STEP.
+ * Mappings begin at pages, so the same value of all inputs has the same set in the L1 cache, which
+ * has no room for many of them. The bytes of a later block are therefore fetched into L2. */
+CLONES static void sum_planes(planes *sum, const planes *before, const void *const *raws,
+                              size_t first, size_t last, size_t offset, size_t n) {
+#define EACH for (int i = 0; i < VECTORS; i++)
+  for (size_t at = 0; at < n / 2; at += VECTORS * LANES) {
+    floats low[VECTORS], high[VECTORS];
+    size_t j = first;
+    if (before != NULL) {
+      EACH low[i] = *(const floats *)(before->low + at + i * LANES);
+      EACH high[i] = *(const floats *)(before->high + at + i * LANES);
+    } else {
+      const loose *x = (const loose *)((const char *)raws[j++] + offset + 4 * at);
+      EACH low[i] = (floats)(x[i] << 16), high[i] = (floats)(x[i] & 0xffff0000u);
+    }
+    for (; j <= last; j++) {
+      const loose *x = (const loose *)((const char *)raws[j] + offset + 4 * at);
+      __builtin_prefetch((const char *)x + AHEAD, 0, 2);
+      __builtin_prefetch((const char *)x + AHEAD + 64, 0, 2);
+      EACH low[i] += (floats)(x[i] << 16), high[i] += (floats)(x[i] & 0xffff0000u);
+    }
+    EACH *(floats *)(sum->low + at + i * LANES) = low[i];
+    EACH *(floats *)(sum->high + at + i * LANES) = high[i];
+  }
+#undef EACH
+}
+
+/* The bfloat16 nearest to sum / k, in the upper halves of words. The quotient may be wrong in its
+ * last bits, but is in the right interval between two bfloat16 values, or at the end of the next
+ * one. The middle of the interval has 9 significant bits, so its product with k (below 2^15) is
+ * exact, and comparing the sum with it decides. */
+static inline uint32_t nearest(uint32_t sum, float k, float reciprocal) {
+  uint32_t size = sum & 0x7fffffff, down = float_bits(as_float(size) * reciprocal) & 0xffff0000;
+  uint32_t middle = float_bits(as_float(down | 0x8000) * k);
+  uint32_t odd = down >> 16 & 1; /* a sum at the middle goes to the even neighbour */
+  return (down + (size + odd > middle ? 0x10000 : 0)) | (sum & 0x80000000);
+}
+
+/* Divides by k and rounds. Returns whether all sums were finite; otherwise `out` is invalid. */
+CLONES static int round_planes(void *restrict out, const planes *restrict sum, size_t n, float k) {
+  float reciprocal = 1.0f / k;
+  pair *restrict pairs = out;
+  uint32_t largest = 0;
+  for (size_t i = 0; i < n / 2; i++) {
+    uint32_t low = float_bits(sum->low[i]), high = float_bits(sum->high[i]);
+    uint32_t size = low & 0x7fffffff, other = high & 0x7fffffff;
+    size = size > other ? size : other;
+    largest = largest > size ? largest : size;
+    pairs[i] = nearest(low, k, reciprocal) >> 16 | nearest(high, k, reciprocal);
+  }
+  return largest < 0x7f800000;
+}
+
+/* Whether means of this kind can be computed in planes. */
+static int fits_planes(int kind, int target, size_t k) {
+  return kind == BF16 && target == BF16 && k < 1 << 15;
+}
+
+/* The mean of the inputs first to last in planes; 0 if that is not exact. */
+static int mean_planes(const void *const *raws, size_t first, size_t last, size_t offset, size_t n,
+                       void *out) {
+  _Alignas(64) planes sum;
+  take_inexact();
+  sum_planes(&sum, NULL, raws, first, last, offset, n);
+  return !take_inexact() && round_planes(out, &sum, n, (float)(last - first + 1));
+}
+
 /* The mean of k inputs in memory, in blocks whose sums stay in the L1 cache. */
 int lawa_mean(const void *const *raws, const double *weights, size_t k, size_t n, int kind,
               size_t width, const double *table, double divisor, double exact_factor, int target,
               size_t target_width, void *out) {
   double sum[BLOCK];
-  int flags = 0;
+  int flags = 0, uniform = 1;
   control before = enter_default();
-  for (size_t start = 0; start < n; start += BLOCK) {
-    size_t count = n - start < BLOCK ? n - start : BLOCK;
+  for (size_t j = 0; j < k; j++) uniform &= weights[j] == 1.0;
+  int quick = uniform && fits_planes(kind, target, k) && divisor == (double)k;
+  for (size_t start = 0, count; start < n; start += count) {
     size_t offset = start * width;
-    for (size_t j = 0; j < k; j++) {
-      const char *x = (const char *)raws[j] + offset;
-      if (j + 1 < k && weights[j] == 1.0 && weights[j + 1] == 1.0) {
-        add_two(sum, x, (const char *)raws[j + 1] + offset, count, kind, table, j == 0);
-        j++;
-      } else {
-        add(sum, x, count, kind, table, weights[j], j == 0);
-      }
+    void *made = (char *)out + start * target_width;
+    count = n - start < BLOCK ? n - start : BLOCK;
+    if (quick && count >= STEP) {
+      count -= count % STEP;
+      if (mean_planes(raws, 0, k - 1, offset, count, made)) continue;
     }
-    flags |= finish(sum, count, divisor, exact_factor, target, (char *)out + start * target_width);
+    if (uniform) add_range(sum, raws, 0, k - 1, offset, count, kind, table, 0);
+    for (size_t j = 0; !uniform && j < k; j++)
+      add(sum, (const char *)raws[j] + offset, count, kind, table, weights[j], j == 0);
+    flags |= finish(sum, count, divisor, exact_factor, target, made);
   }
   write_control(before);
   return flags;
@@ -344,43 +460,90 @@ CLONES static int has_zero(const double *restrict x, size_t n) {
 static int prefix_sums(double *rows, const int64_t *slots, const void *const *raws, size_t num,
                        size_t offset, size_t count, int kind, const double *table) {
   double sum[BLOCK];
-  feclearexcept(FE_INEXACT);
+  take_inexact();
+  size_t first = 0;
   for (size_t i = 0; i < num; i++) {
-    const char *x = (const char *)raws[i] + offset;
-    if (i + 1 < num && slots[i] < 0) {
-      add_two(sum, x, (const char *)raws[i + 1] + offset, count, kind, table, i == 0);
-      i++;
-    } else {
-      add(sum, x, count, kind, table, 1.0, i == 0);
-    }
-    if (slots[i] >= 0) memcpy(rows + slots[i] * BLOCK, sum, count * sizeof *sum);
+    if (slots[i] < 0) continue;
+    add_range(sum, raws, first, i, offset, count, kind, table, first > 0);
+    memcpy(rows + slots[i] * BLOCK, sum, count * sizeof *sum);
+    first = i + 1;
   }
-  return !fetestexcept(FE_INEXACT) && !not_finite(sum, count);
+  return first && !take_inexact() && !not_finite(sum, count);
+}
+
+/* The same in planes, up to the last slot. */
+static int prefix_planes(planes *rows, const int64_t *slots, const void *const *raws, size_t num,
+                         size_t offset, size_t n) {
+  const planes *before = NULL;
+  take_inexact();
+  for (size_t i = 0, first = 0; i < num; i++) {
+    if (slots[i] < 0) continue;
+    sum_planes(rows + slots[i], before, raws, first, i, offset, n);
+    before = rows + slots[i];
+    first = i + 1;
+  }
+  return !take_inexact();
+}
+
+/* sum = a - b; returns whether it is nowhere zero. */
+CLONES static int subtract_planes(planes *restrict sum, const planes *restrict a,
+                                  const planes *restrict b, size_t n) {
+  uint32_t zero = 0;
+  for (size_t i = 0; i < n / 2; i++) {
+    sum->low[i] = a->low[i] - b->low[i];
+    sum->high[i] = a->high[i] - b->high[i];
+    zero |= sum->low[i] == 0.0f ? 1 : 0;
+    zero |= sum->high[i] == 0.0f ? 1 : 0;
+  }
+  return !zero;
+}
+
+/* The mean of a window, from prefix sums that are exact; 0 if it is not. */
+static int window_planes(const planes *rows, const int64_t *slots, size_t first, size_t last,
+                         size_t n, void *out) {
+  const planes *sum = rows + slots[last];
+  _Alignas(64) planes difference;
+  if (first) {
+    take_inexact();
+    int nonzero = subtract_planes(&difference, sum, rows + slots[first - 1], n);
+    if (take_inexact() || !nonzero) return 0;
+    sum = &difference;
+  }
+  return round_planes(out, sum, n, (float)(last - first + 1));
 }
 
 /* Means of many windows over the same inputs. Window w has inputs firsts[w] to lasts[w]; its
  * weights begin at weights + places[w], or are all 1 if places[w] is negative. slots has the row of
- * each input whose prefix sum is needed, or -1; rows is scratch memory for them, BLOCK values each.
- * flags has one word per window. */
+ * each input whose prefix sum is needed, or -1; rows is scratch memory for them, BLOCK values each,
+ * and eight values more. flags has one word per window. */
 void lawa_windows(const void *const *raws, size_t num, size_t n, int kind, size_t width,
                   const double *table, size_t num_windows, const int64_t *firsts,
                   const int64_t *lasts, const int64_t *places, const double *weights,
                   const double *divisors, const double *exact_factors, const int64_t *slots,
                   int target, size_t target_width, void *const *outs, double *rows, int *flags) {
   double sum[BLOCK];
+  planes *lanes = (planes *)(((uintptr_t)rows + 63) & ~(uintptr_t)63);
   control before = enter_default();
-  for (size_t start = 0; start < n; start += BLOCK) {
-    size_t count = n - start < BLOCK ? n - start : BLOCK, offset = start * width;
-    int clean = prefix_sums(rows, slots, raws, num, offset, count, kind, table);
+  for (size_t start = 0, count; start < n; start += count) {
+    size_t offset = start * width;
+    count = n - start < BLOCK ? n - start : BLOCK;
+    int quick = fits_planes(kind, target, num) && count >= STEP;
+    if (quick) count -= count % STEP;
+    int clean = quick ? prefix_planes(lanes, slots, raws, num, offset, count)
+                      : prefix_sums(rows, slots, raws, num, offset, count, kind, table);
     for (size_t w = 0; w < num_windows; w++) {
       size_t first = (size_t)firsts[w], last = (size_t)lasts[w];
+      void *made = (char *)outs[w] + start * target_width;
       int done = 0;
-      if (places[w] < 0 && clean) {
+      if (places[w] < 0 && quick && divisors[w] == (double)(last - first + 1)) {
+        if (clean && window_planes(lanes, slots, first, last, count, made)) continue;
+        if (mean_planes(raws, first, last, offset, count, made)) continue;
+      } else if (places[w] < 0 && clean && !quick) {
         const double *end = rows + slots[last] * BLOCK;
-        feclearexcept(FE_INEXACT);
+        take_inexact();
         if (first) difference(sum, end, rows + slots[first - 1] * BLOCK, count);
         else memcpy(sum, end, count * sizeof *sum);
-        done = !fetestexcept(FE_INEXACT) && !has_zero(sum, count);
+        done = !take_inexact() && !has_zero(sum, count);
       }
       for (size_t i = first, begun = 0; !done && i <= last; i++) {
         double weight = places[w] < 0 ? 1.0 : weights[places[w] + (int64_t)(i - first)];
@@ -388,8 +551,7 @@ void lawa_windows(const void *const *raws, size_t num, size_t n, int kind, size_
         add(sum, (const char *)raws[i] + offset, count, kind, table, weight, !begun);
         begun = 1;
       }
-      flags[w] |= finish(sum, count, divisors[w], exact_factors[w], target,
-                         (char *)outs[w] + start * target_width);
+      flags[w] |= finish(sum, count, divisors[w], exact_factors[w], target, made);
     }
   }
   write_control(before);

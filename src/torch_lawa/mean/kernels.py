@@ -8,6 +8,7 @@ There are two implementations, equal bit for bit: `CompiledPieces` (loops in C, 
 built with a compiler) and `NumpyPieces`, which is always available.
 """
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -113,6 +114,7 @@ def make_pieces(length: int = PIECE) -> Pieces:
     return CompiledPieces(length) if CompiledPieces.available() else NumpyPieces(length)
 
 
+@functools.cache
 def piece_length(source: str, target: str) -> int:
     """How many values of a dtype to average at a time.
 

@@ -82,6 +82,7 @@ class CompiledPieces(Pieces):
         self._count = 0
         self._rows: Doubles = np.empty(0)  # sums of a block, one row per checkpoint
         self._many = np.empty(0, np.uint8)  # results of all windows
+        self._prepared: _PreparedWindows | None = None  # those of the last call
 
     def mean(self, pieces: Iterable[Bytes], weights: Weights, source: str, target: str) -> Bytes:
         """The mean of a piece; of a list of pieces, in blocks that stay in the L1 cache."""
@@ -135,19 +136,15 @@ class CompiledPieces(Pieces):
         kind = _KINDS.get(final, _KINDS["F64"])
         wide = target_width if final in _KINDS else 8
         outs = self._room(num * count * wide).reshape(num, count * wide)
-        places, weights = _weights_of(windows)
-        divisors = np.array([w.divisor for _, w in windows])
         flags = np.zeros(num, np.int32)
-        firsts = np.array([at[0] for at, _ in windows], np.int64)
-        lasts = np.array([at[-1] for at, _ in windows], np.int64)
-        factors = np.array([exact_factor(w.divisor) for _, w in windows])
-        slots = _slots_of(windows, len(raws))
-        if len(self._rows) < len(raws) * _BLOCK:
-            self._rows = np.empty(len(raws) * _BLOCK)
+        if self._prepared is None or self._prepared.windows is not windows:
+            self._prepared = _PreparedWindows(windows, len(raws))
+        if len(self._rows) < len(raws) * _BLOCK + 8:
+            self._rows = np.empty(len(raws) * _BLOCK + 8)
         self._library.lawa_windows(
             (ctypes.c_void_p * len(raws))(*map(_at, raws)),
             *(len(raws), count, _kind(code)[0], width, _kind(code)[1], num),
-            *map(_at, (firsts, lasts, places, weights, divisors, factors, slots)),
+            *self._prepared.addresses,
             *(kind, wide, (ctypes.c_void_p * num)(*map(_at, outs)), _at(self._rows), _at(flags)),
         )
         for out, flag in zip(outs, flags, strict=True):
@@ -161,6 +158,24 @@ class CompiledPieces(Pieces):
         if len(self._many) < num_bytes:
             self._many = np.empty(num_bytes, np.uint8)
         return self._many[:num_bytes]
+
+
+class _PreparedWindows:
+    """The arrays that describe windows to `lawa_windows`: the same for every piece of a sweep."""
+
+    def __init__(self, windows: Windows, num: int) -> None:
+        self.windows = windows
+        places, weights = _weights_of(windows)
+        self._arrays = (
+            np.array([at[0] for at, _ in windows], np.int64),
+            np.array([at[-1] for at, _ in windows], np.int64),
+            places,
+            weights,
+            np.array([w.divisor for _, w in windows]),
+            np.array([exact_factor(w.divisor) for _, w in windows]),
+            _slots_of(windows, num),
+        )
+        self.addresses = [_at(array) for array in self._arrays]
 
 
 def _slots_of(windows: Windows, num: int) -> "np.ndarray[Any, Any]":

@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torch_lawa.errors import FormatError
@@ -44,7 +45,7 @@ class TensorSpec:
         """Number of values."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Number of bytes."""
         return self.numel * DTYPES[self.dtype].itemsize

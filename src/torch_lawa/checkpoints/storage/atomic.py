@@ -16,7 +16,6 @@ import functools
 import io
 import os
 import re
-import secrets
 import shutil
 import sys
 import warnings
@@ -221,7 +220,7 @@ class _NamedFile(io.FileIO):
 
 
 def _unused_name(path: Path) -> Path:
-    return path.with_name(f"{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
+    return path.with_name(f"{path.name}.{os.urandom(8).hex()}{TEMPORARY}")
 
 
 def _create_file(temporary: Path) -> io.BufferedWriter | None:

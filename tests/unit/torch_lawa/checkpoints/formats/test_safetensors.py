@@ -154,6 +154,34 @@ def test_a_name_that_appears_twice_is_found_in_linear_time(tmp_path: Path) -> No
     assert time.process_time() - began < 5.0  # 60 s when each name was counted
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"w":5,"w":ENTRY}',
+        '{"w":ENTRY,"w":ENTRY}',
+        '{"w":ENTRY,"\\u0077":ENTRY}',
+        '{"w":{"dtype":"F16","dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+        '{"w":{"dtype":"F32","shape":[3],"shape":[2],"data_offsets":[0,8]}}',
+        '{"__metadata__":{"a":"b","a":"c"},"w":ENTRY}',
+        '{"__metadata__":{},"__metadata__":{"a":"b"},"w":ENTRY}',
+        '{"__metadata__":{"a":1,"b":2},"w":5,"w":5,"w":ENTRY}',  # as many strings as there may be
+    ],
+)
+def test_no_name_appears_twice(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(raw(text.replace("ENTRY", json.dumps(ENTRY)).encode(), b"\0" * 8))
+    with pytest.raises(FormatError, match="appears twice"):
+        read_header(path)
+
+
+@pytest.mark.parametrize("name", ["w", 'with "quotes"', "größe", "data_offsets"])
+def test_names_of_any_characters(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "a.safetensors"
+    made = {"__metadata__": {"number": 1}, name: {**ENTRY, "more": "dtype"}}
+    path.write_bytes(raw(made, b"\0" * 8))
+    assert list(read_header(path).tensors) == [name]
+
+
 def test_equal_headers_are_parsed_once(tmp_path: Path) -> None:
     for name in "a", "b":
         save_tensors(tmp_path / name, {"w": torch.ones(3)})
