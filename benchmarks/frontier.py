@@ -64,10 +64,10 @@ STUDIES = {
         landed=(0.25, 0.5, 1),
         shared={"evaluation_tokens": 2**17, "quantize": (8, 4), "nu": 500},
         anytime={
+            "samples": 16,
             "methods": (
-                "dense:0.1:8", "dense:0.2:8", "dense:0.25:16", "horizon:0.2:8:0.3",
-                "horizon:0.1:8:0.89", "horizon:0.25:16:0.94", "ema:0.99", "growing-ema:0.1",
-                "growing-ema:0.05",
+                "dense:0.1:8", "dense:0.2:8", "horizon:0.2:8:0.3", "horizon:0.25:16", "ema:0.99",
+                "growing-ema:0.1", "growing-ema:0.05",
             ),
         },
         smoke={"nu": 30},
@@ -85,12 +85,44 @@ STUDIES = {
             "evaluate_every": 10,
         },
         anytime={
-            "methods": (
-                "dense:0.25:8", "dense:0.5:8", "horizon:0.25:16:0.94", "ema:0.999",
-                "growing-ema:0.25", "growing-ema:0.1",
-            ),
+            "samples": 16,
+            "methods": ("dense:0.25:8", "horizon:0.25:16", "ema:0.999", "ema:0.9999",
+                        "growing-ema:0.1", "swa:4000"),
         },
         smoke={"evaluate_every": 1, "batch_norm_batches": 2, "warmup_steps": 0},
+    ),
+    "tiny-imagenet": Study(
+        recipe="imagenet-resnet50",
+        budgets=(30, 60),
+        evaluate_at=(30, 60),
+        free={"optimizer": "schedule-free-sgd", "warmup_steps": 500},
+        landings=((0.2, "linear"),),
+        landed=(30, 60),
+        shared={
+            "image_size": 64, "horizon": 0.25, "ks": (16, 8, 4), "coefficients": ("uniform",),
+            "batch_norm": ("re-estimated",), "batch_norm_batches": 10, "evaluate_every": 5,
+        },
+        anytime={"samples": 16, "methods": ("horizon:0.25:16", "ema:0.999", "growing-ema:0.1")},
+        smoke={"image_size": 32, "evaluate_every": 1, "batch_norm_batches": 2, "warmup_steps": 0},
+    ),
+    # As in benchmarks/paper.py, whose runs have a peak of 3e-4.
+    "roberta": Study(
+        recipe="wikitext103-roberta",
+        budgets=(10,),
+        evaluate_at=(),
+        free={"optimizer": "schedule-free-adamw"},
+        landings=(),
+        landed=(),
+        shared={
+            "sequence_length": 64, "batch_size": 384, "micro_batch_size": 384, "dropout": 0.0,
+            "warmup_steps": 1000, "clip_norm": 1.0, "nu": 100, "evaluate_every": 8,
+            "horizon": 0.25, "ks": (16, 8, 4), "coefficients": ("uniform",),
+        },
+        anytime={"samples": 16, "methods": ("growing-ema:0.1",)},
+        smoke={
+            "sequence_length": 16, "batch_size": 16, "micro_batch_size": 16, "warmup_steps": 5,
+            "nu": 10, "evaluate_every": 1,
+        },
     ),
 }  # fmt: skip
 
@@ -128,7 +160,7 @@ def plan_run(study: Study, name: str, data: Path, out: Path, *, smoke: bool) -> 
 
 def _landings(study: Study, trunk: RunPlan, path: Path) -> Any:
     budgets = [budget for budget in study.landed if budget <= trunk.config.epochs]
-    for budget in budgets or [trunk.config.epochs]:
+    for budget in budgets or [trunk.config.epochs] * bool(study.landed):
         for land, shape in study.landings:
             config = dataclasses.replace(
                 trunk.config,
