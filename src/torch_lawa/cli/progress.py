@@ -35,7 +35,7 @@ def run_with_progress(act: Callable[[], _T], meter: Meter, title: str, *, shown:
             return task.result()
         except BaseException as error:  # from `act`, a signal, or a bar on a closed terminal
             meter.stop()
-            task.wait()
+            task.end()
             if task.succeeded:  # the signal came too late: the work is done
                 return task.result()
             if isinstance(error, KeyboardInterrupt | Stopped):

@@ -304,10 +304,13 @@ class BackgroundTask(Generic[_T]):
         self._made: list[_T] = []
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
-        # An event, because after a Ctrl-C `Thread.join` may report a running thread as ended.
+        # After a Ctrl-C neither `Thread.join` nor `Thread.ident` can tell whether it is running.
+        self._begun = threading.Lock()
         self._ended = threading.Event()
 
     def _run(self) -> None:
+        if not self._begun.acquire(blocking=False):
+            return
         try:
             self._made.append(self._act())
         except BaseException as error:
@@ -325,9 +328,14 @@ class BackgroundTask(Generic[_T]):
         self._thread.start()
         return self
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for at most `timeout` seconds; whether it has ended, or never began."""
-        return self._thread.ident is None or self._ended.wait(timeout)
+    def wait(self, timeout: float) -> bool:
+        """Wait for at most `timeout` seconds; whether it has ended."""
+        return self._ended.wait(timeout)
+
+    def end(self) -> None:
+        """Wait for the end, or keep it from beginning if it has not."""
+        if not self._begun.acquire(blocking=False):
+            self._ended.wait()
 
     def result(self) -> _T:
         """Wait for the end; what the function returned, or the error that it raised."""
