@@ -156,11 +156,16 @@ def _run(*command: str) -> None:
         raise RuntimeError(f"{' '.join(command)}:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def files_of(folder: Path) -> Iterator[Path]:
     """The recorded files, without DeepSpeed's copies of its scripts and the moments."""
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.suffix != ".py" and not path.name.startswith("exp_avg"):
             yield path
+
+
+def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Without the time and the user of the recording."""
+    return entry.replace(mtime=0, uid=0, gid=0, uname="", gname="", deep=False)
 
 
 def main() -> None:
@@ -177,8 +182,8 @@ def main() -> None:
     folder.mkdir()
     record(folder)
     with tarfile.open(ARCHIVE, "w:xz", preset=9) as archive:
-        for path in _files(folder):
-            archive.add(path, path.relative_to(folder).as_posix())
+        for path in files_of(folder):
+            archive.add(path, path.relative_to(folder).as_posix(), filter=_anonymous)
     shutil.rmtree(folder)
 
 

@@ -1,4 +1,4 @@
-"""Folders like those of DeepSpeed, written with plain PyTorch, and the ones that it wrote itself."""
+"""Folders like those of DeepSpeed, written by PyTorch alone, and folders that it wrote itself."""
 
 import math
 import tarfile
@@ -33,6 +33,7 @@ def save_zero(
     frozen: State | None = None,
     tied: Mapping[str, str] | None = None,
     step: int = 0,
+    optimizer_state: Mapping[str, Any] | None = None,
     **client_state: Any,
 ) -> None:
     """Save the parameters of each group, and other tensors, as ZeRO of a stage does."""
@@ -62,6 +63,7 @@ def save_zero(
                 _flatten(group, stage, ranks)[rank].clone() for group in groups
             ],
             "base_optimizer_state": {"state": {0: {"exp_avg": torch.rand(3)}}},
+            **(optimizer_state or {}),
         }
         torch.save({"optimizer_state_dict": optim}, folder / f"zero_pp_rank_{rank}_{OPTIM}")
 

@@ -26,9 +26,9 @@ from torch_lawa.checkpoints.storage.atomic import TEMPORARY
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location, parse_location
 from torch_lawa.errors import ConfigError, FormatError
 
-__all__ = ["Expansion", "expand"]
+__all__ = ["POINTERS", "Expansion", "expand"]
 
-_POINTERS = ("latest", "latest_universal")  # with the name of DeepSpeed's newest checkpoint
+POINTERS = ("latest", "latest_universal")  # with the name of DeepSpeed's newest checkpoint
 _MAX_NAME = 4096
 
 
@@ -110,7 +110,7 @@ def _look(location: Location, notes: list[str]) -> Candidate | FolderContents:
     if not location.is_folder():
         if not location.is_file():
             raise FormatError(f"{location}: there is no such file or folder.")
-        if location.name in _POINTERS and (named := _follow(location)) is not None:
+        if location.name in POINTERS and (named := _follow(location)) is not None:
             return _look(named, notes)
         if (why := reason_against(location.name)) is not None:
             raise FormatError(f"{location}: {why}.")

@@ -78,11 +78,7 @@ class DeepSpeedCheckpoint(Checkpoint):
         children = {child.name: child for child in folder.children()}
         ranks = RankFiles.find(folder, children)
         groups = self._open_groups(ranks)
-        if ranks.whole is None:
-            num_ranks = len(ranks.model) if groups is None else groups.num_ranks
-            model = [self._open(file) for file in ranks.require(ranks.model, max(num_ranks, 1))]
-        else:
-            model = [self._open(ranks.whole)]
+        model = self._open_model(ranks, groups)
         states = model[0]
         _refuse_experts(states)
         title = "DeepSpeed" if groups is None else groups.title
@@ -110,9 +106,9 @@ class DeepSpeedCheckpoint(Checkpoint):
                 self._files += universal.files
                 title = "DeepSpeed universal checkpoint"
             else:
-                ranks.require(ranks.optim, states.count("dp_world_size") or 1)
+                ranks.require_optim(states.count("dp_world_size") or 1)
             aliases = _find_aliases(states, tensors)
-            if ranks.whole is not None:  # the module of ZeRO-3 has no parameters
+            if not ranks.model:  # the module of ZeRO-3 has no parameters
                 rest = [name for name in stored if name not in tensors and name not in aliases]
                 tensors |= {name: _whole(stored[name], states.file, convert=True) for name in rest}
                 if rest:
@@ -143,9 +139,19 @@ class DeepSpeedCheckpoint(Checkpoint):
             return None
         first = self._open(ranks.optim[min(ranks.optim)])
         count = _count_ranks(first.below("optimizer_state_dict"))
-        files = ranks.require(ranks.optim, count)
+        files = ranks.require_optim(count)
         states = [first, *(self._open(file) for file in files[1:])]
         return _FlatGroups([state.below("optimizer_state_dict") for state in states])
+
+    def _open_model(self, ranks: RankFiles, groups: "_FlatGroups | None") -> list[StateFile]:
+        """The model states: one file, or with ZeRO-3 one per rank."""
+        if not ranks.model and not (groups is not None and groups.partitioned):
+            return [self._open(ranks.require_whole())]
+        if groups is not None:
+            return [self._open(file) for file in ranks.require_model(groups.num_ranks)]
+        first = self._open(ranks.model[min(ranks.model)])
+        files = ranks.require_model(first.count("dp_world_size") or 1)
+        return [first, *(self._open(file) for file in files[1:])]
 
     def read(self, name: str, begin: int, end: int) -> "Bytes":
         return self._tensors[name].read(begin, end)
@@ -183,8 +189,8 @@ class _FlatGroups:
     def __init__(self, ranks: Sequence[StateFile]) -> None:
         first = ranks[0]
         self.num_ranks, self._first = len(ranks), first
-        self._partitioned = _GROUPS_OF_3 in first.entries
-        key = _GROUPS_OF_3 if self._partitioned else _GROUPS
+        self.partitioned = _GROUPS_OF_3 in first.entries
+        key = _GROUPS_OF_3 if self.partitioned else _GROUPS
         self._groups = [
             [Part(as_tensor(t, rank.file, key), rank.file) for t in rank.items(key)]
             for rank in ranks
@@ -202,7 +208,7 @@ class _FlatGroups:
 
     def cut(self, shapes: Sequence[_Shapes]) -> _Tensors:
         """The parameters; `shapes` has those of each group, in order."""
-        return self._cut_partitioned(shapes) if self._partitioned else self._cut_joined(shapes)
+        return self._cut_partitioned(shapes) if self.partitioned else self._cut_joined(shapes)
 
     def _cut_joined(self, shapes: Sequence[_Shapes]) -> _Tensors:
         """Before ZeRO-3: a group is the parts of all ranks, and has one parameter after another."""

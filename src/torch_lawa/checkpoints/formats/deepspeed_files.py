@@ -68,11 +68,28 @@ class RankFiles:
                     "checkpoint: remove it."
                 )
             ranks[rank] = file
+        if whole is not None and model:
+            raise FormatError(
+                f"{whole}: there is also {model[min(model)].name}, which only ZeRO-3 writes. One "
+                "of them is from another checkpoint: remove it."
+            )
         return cls(folder, whole, model, optim)
 
-    def require(self, ranks: "Mapping[int, Location]", count: int) -> "list[Location]":
-        """The files of ranks 0 to `count` - 1; there must be no others."""
-        known = next(iter(ranks.values())).name if ranks else f"zero_pp_rank_0_{_OPTIM}"
+    def require_model(self, count: int) -> "list[Location]":
+        """The model states of ranks 0 to `count` - 1, with ZeRO-3."""
+        return self._require(self.model, count, _MODEL)
+
+    def require_optim(self, count: int) -> "list[Location]":
+        """The optimizer states of ranks 0 to `count` - 1."""
+        return self._require(self.optim, count, _OPTIM)
+
+    def require_whole(self) -> "Location":
+        """The model states of all ranks, before ZeRO-3."""
+        return self.folder.child(_MODEL) if self.whole is None else self.whole
+
+    def _require(self, ranks: "Mapping[int, Location]", count: int, kind: str) -> "list[Location]":
+        """The files of all ranks; there must be no others."""
+        known = next(iter(ranks.values())).name if ranks else f"zero_pp_rank_0_{kind}"
         for rank in range(min(count, len(ranks) + 1)):
             if rank not in ranks:
                 name = re.sub(r"(?<=zero_pp_rank_)[0-9]+", str(rank), known)

@@ -213,6 +213,7 @@ def test_a_folder_that_is_one_checkpoint(
     ("files", "notes"),
     [
         (["model.safetensors", "2_Dense/model.safetensors"], []),
+        (["mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"], []),
         (["model.safetensors.index.json", "model-00001-of-00001.safetensors"], []),
         (
             ["model.safetensors", "model_0500.safetensors"],
