@@ -67,6 +67,7 @@ class DeepSpeedCheckpoint(Checkpoint):
             )
         self._sources: list[ByteSource] = []
         self._files: list[Location] = []
+        self._universal: _UniversalFolder | None = None
         try:
             self._find(folder)
             check_claims(self, sum(file.size for file in self._files))
@@ -81,52 +82,59 @@ class DeepSpeedCheckpoint(Checkpoint):
         model = self._open_model(ranks, groups)
         states = model[0]
         _refuse_experts(states)
-        title = "DeepSpeed" if groups is None else groups.title
-        stored = states.below("module").tensors()
-        notes: tuple[str, ...] = ()
+        module = states.below("module")
         aliases: dict[str, str] = {}
-        tensors: _Tensors = {}
+        notes: tuple[str, ...] = ()
         if states.entries.get("param_shapes") is None:
-            tensors = {name: _whole(tensor, states.file) for name, tensor in stored.items()}
+            self._tensors = _from_module(module, module.tensor_names(), convert=False)
             notes = ("saved without ZeRO: the weights are those of the module",)
         else:
-            shapes = [
-                StateFile(states.file, group, "param_shapes").sizes()
-                for group in states.items("param_shapes")
-            ]
-            for name in states.items("buffer_names"):
-                if isinstance(name, str) and name in stored:
-                    tensors[name] = _whole(stored[name], states.file, convert=True)
-            tensors |= _join_frozen(model)
-            if groups is not None:
-                tensors |= groups.cut(shapes)
-            elif "zero" in children and children["zero"].is_folder():
-                universal = _UniversalFolder(children["zero"], shapes)
-                tensors |= universal.tensors
-                self._files += universal.files
-                title = "DeepSpeed universal checkpoint"
-            else:
-                ranks.require_optim(states.count("dp_world_size") or 1)
-            aliases = _find_aliases(states, tensors)
-            if not ranks.model:  # the module of ZeRO-3 has no parameters
-                rest = [name for name in stored if name not in tensors and name not in aliases]
-                tensors |= {name: _whole(stored[name], states.file, convert=True) for name in rest}
-                if rest:
-                    notes = (
-                        f"not trained by ZeRO, so taken from the module: {rest[0]!r}"
-                        + (f" and {len(rest) - 1} more" if rest[1:] else ""),
-                    )
-        self._tensors = tensors
+            trained = self._find_trained(states, ranks, groups, children.get("zero"))
+            buffers = {name for name in states.items("buffer_names") if isinstance(name, str)}
+            stored = module.tensor_names()
+            # In the order of zero_to_fp32.py.
+            self._tensors = _from_module(module, [n for n in stored if n in buffers], convert=True)
+            self._tensors |= _join_frozen(model) | trained
+            aliases = _find_aliases(states, self._tensors)
+            # Frozen parameters of ZeRO-1 are in the module only. That of ZeRO-3 has no parameters.
+            known = {*self._tensors, *aliases}
+            rest = [] if ranks.model else [name for name in stored if name not in known]
+            self._tensors |= _from_module(module, rest, convert=True)
+            if rest:
+                more = f" and {len(rest) - 1} more" if rest[1:] else ""
+                notes = (f"not trained by ZeRO, so taken from the module: {rest[0]!r}{more}",)
+        universal = "universal checkpoint" if self._universal else "checkpoint"
         super().__init__(
             location=folder,
-            format=title,
+            format=f"DeepSpeed {universal}" if groups is None else groups.title,
             layout="single",
-            tensors={name: tensor.spec for name, tensor in tensors.items()},
+            tensors={name: tensor.spec for name, tensor in self._tensors.items()},
             aliases=aliases,
             progress=TrainingProgress(step=states.count("global_steps")),
             notes=notes,
             beside=_find_config(folder, children),
         )
+
+    def _find_trained(
+        self,
+        states: StateFile,
+        ranks: RankFiles,
+        groups: "_FlatGroups | None",
+        zero: Location | None,
+    ) -> _Tensors:
+        """The parameters that are trained: from flat groups, or from the folder `zero`."""
+        shapes = [
+            StateFile(states.file, group, "param_shapes").sizes()
+            for group in states.items("param_shapes")
+        ]
+        if groups is not None:
+            return groups.cut(shapes)
+        if zero is None or not zero.is_folder():
+            ranks.require_optim(states.count("dp_world_size") or 1)
+        assert zero is not None
+        self._universal = _UniversalFolder(zero, shapes)
+        self._files += self._universal.files
+        return self._universal.tensors
 
     def _open(self, file: Location) -> StateFile:
         found, source = open_archive(file)
@@ -335,11 +343,15 @@ def _converted(dtype: str, shape: tuple[int, ...]) -> TensorSpec:
     return TensorSpec("F32" if dtype in _CONVERTED else dtype, shape)
 
 
-def _whole(tensor: StoredTensor, file: Location, *, convert: bool = False) -> FlatTensor:
-    """A tensor that is stored whole."""
-    vector = FlatVector([Part(tensor, file)])
-    spec = _converted(vector.dtype, tensor.spec.shape) if convert else tensor.spec
-    return FlatTensor(spec, vector)
+def _from_module(module: StateFile, names: Iterable[str], *, convert: bool) -> _Tensors:
+    """Tensors that are stored whole."""
+    tensors: _Tensors = {}
+    for name in names:
+        stored = module.tensor(name)
+        vector = FlatVector([Part(stored, module.file)])
+        spec = _converted(vector.dtype, stored.spec.shape) if convert else stored.spec
+        tensors[name] = FlatTensor(spec, vector)
+    return tensors
 
 
 def _join_frozen(model: Sequence[StateFile]) -> _Tensors:

@@ -76,10 +76,9 @@ class StateFile:
                 raise self.damaged(f"{self._path!r} has no shape for {name!r}")
         return {name: size for name, size in found.items() if size is not None}
 
-    def tensors(self) -> dict[str, StoredTensor]:
-        """The dict, as tensors by name; other values, such as extra states, are left out."""
-        found = [n for n in self.names() if isinstance(self.entries[n], DescribedTensor)]
-        return {name: self.tensor(name) for name in found}
+    def tensor_names(self) -> list[str]:
+        """The keys of tensors; other values, such as extra states, are left out."""
+        return [n for n in self.names() if isinstance(self.entries[n], DescribedTensor)]
 
     def tensor(self, name: str) -> StoredTensor:
         """The tensor of a name."""
