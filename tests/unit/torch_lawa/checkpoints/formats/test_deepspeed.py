@@ -4,12 +4,14 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -314,6 +316,36 @@ def test_values_between_parameters_are_skipped(tmp_path: Path) -> None:
         torch.save(found, path)
     with DeepSpeedCheckpoint(LocalPath(folder)) as checkpoint:
         assert_holds(checkpoint, {"w": flat[:5], "v": flat[8:]})
+        together = checkpoint.read_all(["w", "v"]).view(np.float32)
+        assert together.tolist() == [*range(5), *range(8, 12)]
+
+
+def test_a_rank_with_fewer_values_is_refused(tmp_path: Path) -> None:
+    """Also if so few are missing that it could be padding."""
+    for stage, key in ((2, "single_partition_of_fp32_groups"), (3, "fp32_flat_groups")):
+        folder = tmp_path / str(stage)
+        save_zero(folder, [{"w": torch.rand(7)}], stage=stage, ranks=2)
+        file = folder / f"zero_pp_rank_1_{OPTIM}"
+        found = torch.load(file, weights_only=True)
+        found["optimizer_state_dict"][key] = [torch.rand(1)]
+        torch.save(found, file)
+        with pytest.raises(FormatError, match=rf"{OPTIM}: .*values"):
+            DeepSpeedCheckpoint(LocalPath(folder))
+
+
+def test_damaged_parameters_of_a_universal_checkpoint(recorded: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "global_step1"
+    shutil.copytree(recorded / "zero2/universal/global_step1", folder)
+    file = folder / "zero" / "middle.weight" / "fp32.pt"
+    for value in (torch.rand(34), {"param": torch.rand(7, 6)}, {"param": [1]}, [1], {}):
+        torch.save(value, file)
+        with pytest.raises(FormatError, match=re.escape(f"{file}: ")):
+            DeepSpeedCheckpoint(LocalPath(folder))
+    states = torch.load(folder / MODEL, weights_only=False)
+    for name in ("../middle.weight", "..", "a/b"):
+        torch.save({**states, "param_shapes": [{name: (5, 7)}]}, folder / MODEL)
+        with pytest.raises(FormatError, match=r"not that of a folder"):
+            DeepSpeedCheckpoint(LocalPath(folder))
 
 
 def test_every_truncation_is_refused_by_name(recorded: Path, tmp_path: Path) -> None:
