@@ -147,6 +147,7 @@ def _run(*command: str) -> None:
         **os.environ,
         "DS_ACCELERATOR": "cpu",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # ninja
+        "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix) / "torch_extensions"),  # not other versions'
         "PYTHONWARNINGS": "ignore",
     }
     done = subprocess.run(
