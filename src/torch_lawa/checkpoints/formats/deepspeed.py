@@ -107,7 +107,7 @@ class DeepSpeedCheckpoint(Checkpoint):
         super().__init__(
             location=folder,
             format=f"DeepSpeed {universal}" if groups is None else groups.title,
-            layout="single",
+            layout="folder",
             tensors={name: tensor.spec for name, tensor in self._tensors.items()},
             aliases=aliases,
             progress=TrainingProgress(step=states.count("global_steps")),
