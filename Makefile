@@ -10,6 +10,7 @@ OWN_TARGETS := not gpu and not data and not browser and not matrix and not packa
 
 .PHONY: help demo test test-fast check format docs coverage bench bench-offline clean
 .PHONY: test-gpu test-data test-faults test-browser test-matrix test-oldest test-timm test-packaging
+.PHONY: test-deepspeed
 
 help:
 	@echo "make demo       train the embedded default and show what averaging saved"
@@ -28,6 +29,7 @@ help:
 	@echo "make test-matrix  sharded models: more placements, stores and rank counts"
 	@echo "make test-oldest  the integrations with the oldest frameworks that are supported"
 	@echo "make test-timm  with timm, in an environment of its own"
+	@echo "make test-deepspeed  checkpoints of DeepSpeed, in an environment of its own; minutes"
 	@echo "make test-browser  the report's page in a headless browser"
 
 demo: $(VENV)/.demo
@@ -87,6 +89,11 @@ test-oldest: .venv-oldest/.oldest
 # timm's torchvision is built for CUDA and, beside the CPU build of torch, in the way of others.
 test-timm: .venv-timm/.timm
 	.venv-timm/bin/python -m pytest tests/integrations/test_timm.py
+
+# DeepSpeed trains on CPU processes; the first start compiles one of its operators.
+test-deepspeed: .venv-deepspeed/.deepspeed
+	.venv-deepspeed/bin/python -m pytest -o filterwarnings=default \
+	  tests/integrations/test_deepspeed.py tests/unit/torch_lawa/checkpoints/formats/test_deepspeed.py
 
 # Playwright brings its own Chromium where it can be downloaded; else one of the system is taken.
 test-browser: $(VENV)/.dev
@@ -148,5 +155,11 @@ $(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
 	  -e '.[lab]' pytest pytest-timeout hypothesis timm
 	@touch $@
 
+.venv-deepspeed/.deepspeed: $(SOURCES)
+	$(PYTHON) -m venv .venv-deepspeed
+	.venv-deepspeed/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  -e . deepspeed huggingface_hub ninja safetensors pytest pytest-timeout hypothesis
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-bench .venv-docs .venv-oldest .venv-timm site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-docs .venv-oldest .venv-timm .venv-deepspeed site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

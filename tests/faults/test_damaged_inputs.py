@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from support.campaign import Campaign, CountTrials
 from support.damage import damaged_bytes
+from support.deepspeed import save_zero
 
 from torch_lawa import average_checkpoints, inspect_checkpoint
 from torch_lawa.errors import LawaError
@@ -71,6 +72,23 @@ def write_adapter(path: Path, seed: int) -> None:
     (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2}))
 
 
+def write_zero(path: Path, seed: int, stage: int) -> None:
+    found = tensors(seed)
+    save_zero(
+        path / f"global_step{seed}", [{"layer.weight": found["layer.weight"]}],
+        stage=stage, ranks=2, buffers={"count": found["count"]}, step=seed,
+        frozen={"layer.half": found["layer.half"]}, tied={"tied": "layer.weight"},
+    )  # fmt: skip
+
+
+def write_zero2(path: Path, seed: int) -> None:
+    write_zero(path, seed, 2)
+
+
+def write_zero3(path: Path, seed: int) -> None:
+    write_zero(path, seed, 3)
+
+
 WRITERS: dict[str, Callable[[Path, int], None]] = {
     "safetensors": write_safetensors,
     "sharded": write_sharded,
@@ -78,6 +96,8 @@ WRITERS: dict[str, Callable[[Path, int], None]] = {
     "legacy": write_legacy,
     "distributed": write_distributed,
     "adapter": write_adapter,
+    "zero2": write_zero2,
+    "zero3": write_zero3,
 }
 
 

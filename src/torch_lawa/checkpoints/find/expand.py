@@ -26,7 +26,10 @@ from torch_lawa.checkpoints.storage.atomic import TEMPORARY
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location, parse_location
 from torch_lawa.errors import ConfigError, FormatError
 
-__all__ = ["Expansion", "expand"]
+__all__ = ["POINTERS", "Expansion", "expand"]
+
+POINTERS = ("latest", "latest_universal")  # with the name of DeepSpeed's newest checkpoint
+_MAX_NAME = 4096
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,8 @@ def _look(location: Location, notes: list[str]) -> Candidate | FolderContents:
     if not location.is_folder():
         if not location.is_file():
             raise FormatError(f"{location}: there is no such file or folder.")
+        if location.name in POINTERS and (named := _follow(location)) is not None:
+            return _look(named, notes)
         if (why := reason_against(location.name)) is not None:
             raise FormatError(f"{location}: {why}.")
         return Candidate(location, location)
@@ -129,6 +134,15 @@ def _look(location: Location, notes: list[str]) -> Candidate | FolderContents:
     if contents.left_out:
         notes.append(f"left out: {describe_left_out(contents.left_out)}")
     return Candidate(contents.checkpoint, location)
+
+
+def _follow(pointer: Location) -> Location | None:
+    """The folder beside a file that the file names; None if it names none."""
+    name = pointer.read_bytes()[:_MAX_NAME].decode(errors="replace").strip()
+    if name in ("", ".", "..") or any(c in name for c in "/\\\0"):
+        return None
+    folder = pointer.parent.child(name)
+    return folder if folder.is_folder() else None
 
 
 def _describe_run(contents: FolderContents) -> list[str]:

@@ -24,13 +24,14 @@ _DEPTH = 3  # RUN/iter_0001000/mp_rank_00/model_optim_rng.pt
 _MANY_FOLDERS = 64  # a sub-folder with more sub-folders than this contains data
 _RUN_FOLDERS = ("checkpoints", "checkpoint")
 _VERSION = re.compile(r"version_[0-9]+")
+_DEEPSPEED = re.compile(r"global_step[0-9]+")
 _NO_CHECKPOINTS = re.compile(r"optimizer(_[0-9]+)?|wandb|__pycache__")
 
 # Names that show which unsupported kind of checkpoint a folder is, and what to do about it.
 _FOREIGN = (
     (
         re.compile(r"(mp_rank_|zero_pp_rank_|bf16_zero_|fp16_zero_|layer_).*_states\.pt"),
-        "a DeepSpeed checkpoint, which is not supported: convert it with its zero_to_fp32.py",
+        "a DeepSpeed checkpoint without the files of rank 0: save or copy it again",
     ),
     (
         re.compile(r"mp_rank_(?!00(_0+)*$)[0-9_]+"),
@@ -138,7 +139,8 @@ def examine(folder: Location, depth: int = _DEPTH) -> FolderContents:
     children = folder.children()
     names = [child.name for child in children]
     contents = FolderContents(folder)
-    if (found := format_of_folder(names)) is not None:
+    found = format_of_folder(names)
+    if found is not None:
         contents.own = tuple(name for name in found.folder_files if name in names)
         contents.exclusive = found.exclusive
     if contents.exclusive:
@@ -148,8 +150,9 @@ def examine(folder: Location, depth: int = _DEPTH) -> FolderContents:
         return contents
     visible = [child for child in children if not child.name.startswith(".")]
     is_folder = {child: child.is_folder() for child in visible}  # before any other is listed
+    parts = found.folder_parts if found is not None else ""
     for child in visible:
-        if not is_folder[child] and child.name not in contents.own:
+        if not (is_folder[child] or child.name in contents.own or re.fullmatch(parts, child.name)):
             _add_file(contents, child)
     contents.series = any(parse_name(e.shown.name) != TrainingProgress() for e in contents.entries)
     if depth:
@@ -223,8 +226,7 @@ def _add_folders(contents: FolderContents, folders: list[Location], depth: int) 
         folders = [folder for folder in folders if not _is_container(folder.name)]
     elif len(folders) > _MANY_FOLDERS:
         return
-    # A folder with weights of its own is a run only if its sub-folders' names have steps.
-    if contents.own and not _name_steps(folders):
+    if contents.own and not _may_be_run(contents.folder, folders):
         return
     num_files = len(contents.entries)
     for folder in folders:
@@ -267,6 +269,16 @@ def _foreign(names: Iterable[str]) -> str | None:
         if any(pattern.fullmatch(name) for name in names):
             return why
     return None
+
+
+def _may_be_run(folder: Location, folders: Sequence[Location]) -> bool:
+    """Whether a folder with weights of its own may be a run: its sub-folders' names have steps.
+
+    In `checkpoint-500` of Transformers' Trainer, `global_step500` is the same checkpoint again.
+    """
+    numbered = parse_name(folder.name) != TrainingProgress()
+    others = [f for f in folders if not (numbered and _DEEPSPEED.fullmatch(f.name))]
+    return _name_steps(others)
 
 
 def _name_steps(locations: Sequence[Location]) -> bool:

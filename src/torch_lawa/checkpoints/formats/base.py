@@ -79,6 +79,7 @@ class Checkpoint(ABC):
     metadata: Mapping[str, str] = field(default_factory=dict)
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     notes: tuple[str, ...] = ()  # decisions that the user should know about
+    beside: "Location | None" = None  # the folder of config and tokenizer files, if another one
 
     @abstractmethod
     def read(self, name: str, begin: int, end: int) -> "Bytes":

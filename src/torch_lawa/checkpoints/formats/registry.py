@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch_lawa.checkpoints.formats import deepspeed_files
 from torch_lawa.checkpoints.formats.huggingface import FOLDER_FILES, FOLDER_PARTS
 from torch_lawa.checkpoints.storage.atomic import sync_file
 from torch_lawa.errors import ConfigError, FormatError
@@ -141,6 +142,7 @@ def describe_formats() -> list[str]:
     torch: file of torch.save: a state dict, alone or nested (.pt .pth .bin .ckpt .tar); read, write
     distributed: folder of torch.distributed.checkpoint, from any number of ranks; read, write
     huggingface: folder that from_pretrained loads: one file or shards, also PEFT adapters; read
+    deepspeed: folder of DeepSpeed: ZeRO 1, 2, 3 or universal, from any number of ranks; read
     """
     lines = []
     for known in FORMATS.values():
@@ -238,6 +240,12 @@ def _open_huggingface(location: "Location", key: str | None) -> "Checkpoint":
     return open_folder(location, key)
 
 
+def _open_deepspeed(location: "Location", key: str | None) -> "Checkpoint":
+    from torch_lawa.checkpoints.formats.deepspeed import DeepSpeedCheckpoint
+
+    return DeepSpeedCheckpoint(location, key=key)
+
+
 def _write_torch(staged: StagedValues) -> None:
     from torch_lawa.checkpoints.formats.torch_write import write_file
 
@@ -290,5 +298,15 @@ register_format(
         open=_open_huggingface,
         folder_files=FOLDER_FILES,
         folder_parts=FOLDER_PARTS,
+    )
+)
+register_format(
+    Format(
+        name="deepspeed",
+        title="DeepSpeed checkpoint",
+        description="folder of DeepSpeed: ZeRO 1, 2, 3 or universal, from any number of ranks",
+        open=_open_deepspeed,
+        folder_files=deepspeed_files.FOLDER_FILES,
+        folder_parts=deepspeed_files.FOLDER_PARTS,
     )
 )

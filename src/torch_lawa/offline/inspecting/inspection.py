@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch_lawa.checkpoints.find.expand import POINTERS
 from torch_lawa.checkpoints.find.select import FoundCheckpoint, find_checkpoints
 from torch_lawa.checkpoints.find.step_names import few, parse_name
 from torch_lawa.checkpoints.formats.base import (
@@ -201,7 +202,8 @@ def inspect_path(
     path: str | os.PathLike[str], key: str | None = None
 ) -> Inspection | RunInspection:
     """Inspect a checkpoint, or all checkpoints of a run's folder or a pattern."""
-    if not parse_location(path).is_file():
+    location = parse_location(path)
+    if not location.is_file() or location.name in POINTERS:
         discovery = find_checkpoints([path], key=key)
         if discovery.is_run or len(discovery.found) > 1:
             formats, sizes = _open_all(discovery.found, key)
@@ -230,7 +232,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], key: str | None = None) -> 
             location=location,
             format=opened.format,
             layout=opened.layout,
-            files={file.name: file.size for file in opened.files},
+            files={_name_in(location, file): file.size for file in opened.files},
             tensors=dict(opened.tensors),
             tied=dict(opened.aliases),
             progress=opened.progress if known else parse_name(location.name),
@@ -240,12 +242,19 @@ def inspect_checkpoint(path: str | os.PathLike[str], key: str | None = None) -> 
         )
 
 
+def _name_in(folder: Location, file: Location) -> str:
+    """The path of a file within its checkpoint."""
+    return str(file).removeprefix(f"{folder}/") if str(file) != str(folder) else file.name
+
+
 def find_one(
     path: str | os.PathLike[str], key: str | None = None
 ) -> tuple[Location, tuple[str, ...]]:
     """The one checkpoint that a path names, and notes on how it was found."""
     location = parse_location(path)
-    if location.is_file():  # whatever its name: a shard can be inspected too
+    if (
+        location.is_file() and location.name not in POINTERS
+    ):  # whatever its name: a shard can be inspected too
         return location, ()
     discovery = find_checkpoints([path], key=key)
     if discovery.is_run or len(discovery.found) > 1:

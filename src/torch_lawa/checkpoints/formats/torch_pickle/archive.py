@@ -26,12 +26,18 @@ _SAVE_AGAIN = "load it with torch and save model.state_dict() again with torch.s
 
 
 def load_archive(
-    source: ByteSource, location: Location, begin: int = 0, end: int | None = None
+    source: ByteSource,
+    location: Location,
+    begin: int = 0,
+    end: int | None = None,
+    *,
+    any_name: bool = False,
 ) -> Any:
     """Load the object in a zip of `torch.save`, which may be a range of a file.
 
     Tensors become `StoredTensor` or `UnusableTensor`; dicts, lists and plain values stay what they
-    are; anything else becomes a `Record`.
+    are; anything else becomes a `Record`. Objects of unknown classes are an error, unless
+    `any_name` makes them records too (see `load_pickle`).
     """
     section = _ArchiveSection(source, begin, source.size if end is None else end)
     _check_kind(section, location)
@@ -59,7 +65,7 @@ def load_archive(
             data.start = begin + entry.find_start(section, location, 0)
         return Storage(key, STORAGES[label.path], entry.size if entry else None, data.view)
 
-    return load_pickle(content("data.pkl"), location, MAKERS, load_storage)
+    return load_pickle(content("data.pkl"), location, MAKERS, load_storage, any_name=any_name)
 
 
 class _ArchiveSection(ByteSource):

@@ -125,12 +125,16 @@ def load_pickle(
     location: object,
     makers: Mapping[str, Maker | None],
     load_storage: Maker | None = None,
+    *,
+    any_name: bool = False,
 ) -> Any:
     """Load a pickle: plain values, labels, records, and what `makers` return.
 
     `makers` are the only functions that are ever called, by the name that the pickle uses; None
-    instead of a function allows the name and calls nothing. `load_storage` resolves persistent
-    ids. Every failure is a FormatError that names `location`.
+    instead of a function allows the name and calls nothing. Other names are an error; with
+    `any_name` they are allowed too, and still nothing is called: for files of which only some
+    entries are used. `load_storage` resolves persistent ids. Every failure is a FormatError that
+    names `location`.
 
     >>> load_pickle(pickle.dumps({"a": [1, (2.5, None)]}), "a.pt", {})
     {'a': [1, (2.5, None)]}
@@ -145,7 +149,7 @@ def load_pickle(
         )
     file = io.BytesIO(data if isinstance(data, bytes) else data.tobytes())
     try:
-        return _Unpickler(file, location, makers, load_storage).load()
+        return _Unpickler(file, location, makers, load_storage, any_name).load()
     except FormatError:
         raise
     except Exception as error:  # random bytes can raise anything
@@ -223,9 +227,10 @@ class _Unpickler(pickle._Unpickler):
         location: object,
         makers: Mapping[str, Maker | None],
         load_storage: Maker | None,
+        any_name: bool,
     ) -> None:
         super().__init__(file, encoding="utf-8", errors="replace")
-        self._location, self._load_storage = location, load_storage
+        self._location, self._load_storage, self._any_name = location, load_storage, any_name
         self._makers: Mapping[str, Maker | None] = {**dict.fromkeys(_DICTS, _make_dict), **makers}
 
     def load(self) -> Any:
@@ -254,7 +259,7 @@ class _Unpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Label:
         path = f"{'builtins' if module == '__builtin__' else module}.{name}"
-        if path in self._makers or path in _HARMLESS:
+        if self._any_name or path in self._makers or path in _HARMLESS:
             return Label(path)
         shown = path if path.isprintable() else repr(path)
         raise FormatError(
@@ -269,6 +274,8 @@ class _Unpickler(pickle._Unpickler):
         return self._load_storage(pid)
 
     def _call(self, label: object, args: object) -> object:
+        if self._any_name and isinstance(label, Record):  # what a function in the file returned
+            label = Label(f"{label.path}()")
         if not isinstance(label, Label) or not isinstance(args, tuple):
             raise pickle.UnpicklingError(f"a {type(label).__name__} was called")
         maker = self._makers.get(label.path)

@@ -36,6 +36,27 @@ RUNS: dict[str, tuple[list[str], list[str], str, list[str]]] = {
          for file in ("model.safetensors", f"global_step{n}/mp_rank_00_model_states.pt")],
         ["checkpoint-5", "checkpoint-10"], "step", [],
     ),
+    "Hugging Face Trainer with DeepSpeed and no weights": (
+        [f"checkpoint-{n}/{file}" for n in (5, 10)
+         for file in (f"global_step{n}/zero_pp_rank_0_mp_rank_00_model_states.pt", "latest",
+                      "config.json", "zero_to_fp32.py")],
+        ["checkpoint-5/global_step5", "checkpoint-10/global_step10"], "step", [],
+    ),
+    "DeepSpeed": (
+        ["global_step500/mp_rank_00_model_states.pt", "latest", "zero_to_fp32.py",
+         *(f"global_step500/zero_pp_rank_{n}_mp_rank_00_optim_states.pt" for n in (0, 1)),
+         *(f"global_step1000/zero_pp_rank_{n}_mp_rank_00_model_states.pt" for n in (0, 1)),
+         "global_step1000/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+        ["global_step500", "global_step1000"], "step", [],
+    ),
+    "DeepSpeed, with the final model": (
+        ["model.safetensors", *(f"global_step{n}/mp_rank_00_model_states.pt" for n in (5, 10))],
+        ["global_step5", "global_step10"], "step", ["model.safetensors"],
+    ),
+    "DeepSpeed, in a folder": (
+        [f"checkpoints/global_step{n}/mp_rank_00_model_states.pt" for n in (5, 10)],
+        ["checkpoints/global_step5", "checkpoints/global_step10"], "step", [],
+    ),
     "Accelerate": (
         [f"step_{n}/{file}" for n in (20, 100)
          for file in ("pytorch_model.bin", "optimizer.bin", "random_states_0.pkl", "sampler.bin")],
@@ -169,6 +190,10 @@ ONE: dict[str, tuple[list[str], str]] = {
     "DeepSpeed's files beside": (
         ["model.safetensors", "global_step5/mp_rank_00_model_states.pt"], ".",
     ),
+    "DeepSpeed": (
+        ["mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"], ".",
+    ),
+    "DeepSpeed, universal": (["mp_rank_00_model_states.pt", "zero/a.weight/fp32.pt"], "."),
     "DeepSpeed's files in it": (["model.safetensors", "mp_rank_00_model_states.pt"], "."),
 }  # fmt: skip
 
@@ -191,6 +216,7 @@ def test_a_folder_that_is_one_checkpoint(
     ("files", "notes"),
     [
         (["model.safetensors", "2_Dense/model.safetensors"], []),
+        (["mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"], []),
         (["model.safetensors.index.json", "model-00001-of-00001.safetensors"], []),
         (
             ["model.safetensors", "model_0500.safetensors"],

@@ -10,16 +10,11 @@ from torch_lawa.errors import FormatError
 
 REFUSED: dict[str, tuple[list[str], str]] = {
     "nothing": ([], "no checkpoint here or one folder down; looked for .*model.safetensors"),
-    "DeepSpeed": (
-        ["global_step500/mp_rank_00_model_states.pt", "latest", "zero_to_fp32.py",
-         "global_step500/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"],
-        r"global_step500 \(a DeepSpeed checkpoint, which is not supported.*zero_to_fp32.py",
+    "DeepSpeed without rank 0": (
+        ["global_step5/zero_pp_rank_1_mp_rank_00_optim_states.pt", "latest"],
+        r"global_step5 \(a DeepSpeed checkpoint without the files of rank 0",
     ),
-    "one of DeepSpeed": (["mp_rank_00_model_states.pt"], "run: a DeepSpeed checkpoint"),
-    "Trainer with DeepSpeed and no weights": (
-        ["checkpoint-5/global_step5/mp_rank_00_model_states.pt", "checkpoint-5/config.json"],
-        r"checkpoint-5 \(global_step5 \(a DeepSpeed checkpoint",
-    ),
+    "one of DeepSpeed's layers": (["layer_00-model_states.pt"], "run: a DeepSpeed checkpoint"),
     "Megatron, two ranks": (
         ["iter_0000900/mp_rank_00/model_optim_rng.pt",
          "iter_0000900/mp_rank_01/model_optim_rng.pt"],
@@ -46,10 +41,6 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         r"are runs \(a, b\)",
     ),
     "a run further down": (["x/a/step-1.pt", "x/a/step-2.pt"], r"are runs \(x\)"),
-    "DeepSpeed, in a folder": (
-        ["checkpoints/global_step500/mp_rank_00_model_states.pt"],
-        r"run/checkpoints: .*global_step500 \(a DeepSpeed checkpoint",
-    ),
     "several versions of Lightning": (
         [f"lightning_logs/version_{n}/checkpoints/epoch=0-step={n}.ckpt" for n in (0, 1)],
         r"several runs \(.*version_0/checkpoints, .*version_1/checkpoints\)\. Give one",

@@ -114,6 +114,26 @@ def test_makers_are_called_and_nothing_else() -> None:
         assert load_pickle(b"(" + old[:-1] + b"l.", "a.pt", {"random.Random": float}) == [3.0]
 
 
+class Executed:
+    """Leaves the folder when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.chdir, ("/",)
+
+
+def test_any_name_is_a_record_and_not_executed() -> None:
+    """Also what a function in the file would have returned, called again."""
+    before = pathlib.Path.cwd()
+    data = pickle.dumps({"a": [Executed()], "b": 3, "c": random.Random(0)})
+    found = load_pickle(data, "a.pt", {}, any_name=True)
+    assert (found["b"], found["a"][0].path, found["a"][0].args) == (3, "posix.chdir", ("/",))
+    made = load_pickle(b"cos\ngetenv\n(S'a'\ntR(I1\ntR.", "a.pt", {}, any_name=True)
+    assert (made.path, made.args) == ("os.getenv()", (1,))
+    assert pathlib.Path.cwd() == before
+    with pytest.raises(FormatError, match=r"posix\.chdir"):
+        load_pickle(data, "a.pt", {})
+
+
 def text(value: str) -> bytes:
     return b"X" + len(value).to_bytes(4, "little") + value.encode()
 
