@@ -9,6 +9,7 @@ SOURCES := pyproject.toml constraints.txt hatch_build.py src/torch_lawa/mean/ker
 OWN_TARGETS := not gpu and not data and not browser and not matrix and not packaging
 
 .PHONY: help demo test test-fast check format docs coverage bench bench-offline clean
+.PHONY: test-jax record-jax
 .PHONY: test-gpu test-data test-faults test-browser test-matrix test-oldest test-timm test-packaging
 
 help:
@@ -28,6 +29,7 @@ help:
 	@echo "make test-matrix  sharded models: more placements, stores and rank counts"
 	@echo "make test-oldest  the integrations with the oldest frameworks that are supported"
 	@echo "make test-timm  with timm, in an environment of its own"
+	@echo "make test-jax   Orbax checkpoints, with JAX, in an environment of its own"
 	@echo "make test-browser  the report's page in a headless browser"
 
 demo: $(VENV)/.demo
@@ -87,6 +89,15 @@ test-oldest: .venv-oldest/.oldest
 # timm's torchvision is built for CUDA and, beside the CPU build of torch, in the way of others.
 test-timm: .venv-timm/.timm
 	.venv-timm/bin/python -m pytest tests/integrations/test_timm.py
+
+# Deprecations that Orbax and JAX warn of are theirs.
+test-jax: .venv-jax/.jax
+	.venv-jax/bin/python -m pytest -o filterwarnings=default tests/jax_checkpoints
+	.venv-jax/bin/python -m pytest -o filterwarnings=default -k orbax \
+	  tests/faults/test_damaged_inputs.py tests/unit/torch_lawa/checkpoints/formats
+
+record-jax: .venv-jax/.jax
+	JAX_PLATFORMS=cpu .venv-jax/bin/python tests/jax_checkpoints/record.py
 
 # Playwright brings its own Chromium where it can be downloaded; else one of the system is taken.
 test-browser: $(VENV)/.dev
@@ -148,5 +159,12 @@ $(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
 	  -e '.[lab]' pytest pytest-timeout hypothesis timm
 	@touch $@
 
+.venv-jax/.jax: $(SOURCES) constraints-jax.txt
+	$(PYTHON) -m venv .venv-jax
+	.venv-jax/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -c constraints.txt -c constraints-jax.txt \
+	  -e '.[orbax]' flax jax optax orbax-checkpoint safetensors pytest pytest-timeout hypothesis
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-bench .venv-docs .venv-oldest .venv-timm site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-docs .venv-oldest .venv-timm .venv-jax site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

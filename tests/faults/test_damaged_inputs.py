@@ -12,6 +12,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,16 @@ def write_adapter(path: Path, seed: int) -> None:
     (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2}))
 
 
+def write_orbax(path: Path, seed: int) -> None:
+    recorded = Path(__file__).parents[1] / "jax_checkpoints" / "recorded"
+    shutil.copytree(recorded / "run" / str(10 * seed), path, dirs_exist_ok=True)
+
+
+def write_orbax_files(path: Path, seed: int) -> None:
+    recorded = Path(__file__).parents[1] / "jax_checkpoints" / "recorded"
+    shutil.copytree(recorded / "files", path, dirs_exist_ok=True)
+
+
 WRITERS: dict[str, Callable[[Path, int], None]] = {
     "safetensors": write_safetensors,
     "sharded": write_sharded,
@@ -79,6 +90,8 @@ WRITERS: dict[str, Callable[[Path, int], None]] = {
     "distributed": write_distributed,
     "adapter": write_adapter,
 }
+if find_spec("tensorstore"):  # in make test-jax
+    WRITERS |= {"orbax": write_orbax, "orbax files": write_orbax_files}
 
 
 @pytest.mark.parametrize("name", WRITERS)

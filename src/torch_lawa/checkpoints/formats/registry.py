@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_lawa.checkpoints.formats.huggingface import FOLDER_FILES, FOLDER_PARTS
-from torch_lawa.checkpoints.storage.atomic import sync_file
+from torch_lawa.checkpoints.formats.orbax_tree import (
+    CHECKPOINT_FILE,
+    ITEM_FILE,
+    list_parts,
+)
+from torch_lawa.checkpoints.storage.atomic import sync_file, sync_folder
 from torch_lawa.errors import ConfigError, FormatError
 
 if TYPE_CHECKING:
@@ -24,6 +29,7 @@ __all__ = [
     "Format",
     "FormatWriter",
     "StagedValues",
+    "checkpoint_parts",
     "describe_formats",
     "file_suffixes",
     "format_of_file",
@@ -46,6 +52,7 @@ class StagedValues:
     aliases: Mapping[str, str]  # other names of tied tensors, with the name in `values`
     metadata: Mapping[str, str]  # the newest input's, and the provenance of the average
     nested_under: str  # the dotted key that held the weights in the inputs ("" for the top)
+    newest: "Location"  # the newest input
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,7 @@ class FormatWriter:
 
     layouts: tuple[str, ...] = ()  # values of --layout that write a folder of this format
     convert: Callable[[StagedValues], None] | None = None
+    copies_newest: bool = False  # `convert` copies the newest input, with other values in it
 
     def finish(self, staged: StagedValues) -> None:
         """Replace the staged values by the result, flushed to disk."""
@@ -68,8 +76,8 @@ class FormatWriter:
         aside = staged.values.rename(staged.values.with_name(f"{staged.values.name}.values"))
         self.convert(replace(staged, values=aside))
         aside.unlink()
-        for path in staged.target.iterdir() if staged.target.is_dir() else (staged.target,):
-            sync_file(path)
+        for path in staged.target.rglob("*") if staged.target.is_dir() else (staged.target,):
+            sync_folder(path) if path.is_dir() else sync_file(path)
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,8 @@ class Format:
     A file belongs to a format by its suffix; a folder is one checkpoint of a format if it contains
     one of `folder_files`. With `exclusive` that holds whatever else the folder contains; otherwise
     the folder is a run if its entries have steps in their names. `folder_parts` matches the names
-    of the other files that hold or describe the weights of such a folder.
+    of the other files that hold or describe the weights of such a folder; `list_parts` finds those,
+    also sub-folders, that only a folder of this format has.
     """
 
     name: str  # in plans and for programs
@@ -90,6 +99,7 @@ class Format:
     folder_files: tuple[str, ...] = ()
     folder_parts: str = ""  # a regular expression
     exclusive: bool = False
+    list_parts: "Callable[[Location], Collection[str]]" = lambda folder: ()
     writer: FormatWriter | None = None
 
 
@@ -126,7 +136,7 @@ def output_layouts() -> tuple[str, ...]:
     """The values of `--layout`.
 
     >>> output_layouts()
-    ('single', 'sharded', 'distributed')
+    ('single', 'sharded', 'distributed', 'orbax')
     """
     return tuple(
         layout for known in FORMATS.values() if known.writer for layout in known.writer.layouts
@@ -141,6 +151,7 @@ def describe_formats() -> list[str]:
     torch: file of torch.save: a state dict, alone or nested (.pt .pth .bin .ckpt .tar); read, write
     distributed: folder of torch.distributed.checkpoint, from any number of ranks; read, write
     huggingface: folder that from_pretrained loads: one file or shards, also PEFT adapters; read
+    orbax: folder of Orbax (JAX): OCDBT or zarr, with tensorstore; read, write
     """
     lines = []
     for known in FORMATS.values():
@@ -192,6 +203,15 @@ def is_checkpoint_file(name: str) -> bool:
     )
 
 
+def checkpoint_parts(folder: "Location") -> Callable[[str], bool]:
+    """Whether an entry of this folder, by its name, belongs to the checkpoint in it."""
+    if not folder.is_folder():
+        return is_checkpoint_file
+    found = format_of_folder([child.name for child in folder.children()])
+    named = set(found.list_parts(folder)) if found is not None else set()
+    return lambda name: name in named or is_checkpoint_file(name)
+
+
 def open_checkpoint(location: "Location", *, key: str | None = None) -> "Checkpoint":
     """Open the checkpoint at a path or URL.
 
@@ -236,6 +256,18 @@ def _open_huggingface(location: "Location", key: str | None) -> "Checkpoint":
     from torch_lawa.checkpoints.formats.huggingface import open_folder
 
     return open_folder(location, key)
+
+
+def _open_orbax(location: "Location", key: str | None) -> "Checkpoint":
+    from torch_lawa.checkpoints.formats.orbax import OrbaxCheckpoint
+
+    return OrbaxCheckpoint(location, key=key)
+
+
+def _write_orbax(staged: StagedValues) -> None:
+    from torch_lawa.checkpoints.formats.orbax_write import write_orbax
+
+    write_orbax(staged)
 
 
 def _write_torch(staged: StagedValues) -> None:
@@ -290,5 +322,17 @@ register_format(
         open=_open_huggingface,
         folder_files=FOLDER_FILES,
         folder_parts=FOLDER_PARTS,
+    )
+)
+register_format(
+    Format(
+        name="orbax",
+        title="Orbax checkpoint",
+        description="folder of Orbax (JAX): OCDBT or zarr, with tensorstore",
+        open=_open_orbax,
+        folder_files=(ITEM_FILE, CHECKPOINT_FILE),
+        exclusive=True,
+        list_parts=list_parts,
+        writer=FormatWriter(layouts=("orbax",), convert=_write_orbax, copies_newest=True),
     )
 )

@@ -146,6 +146,7 @@ class Inspection:
             "single": "one file" if self.location.name in self.files else "one file in a folder",
             "sharded": "sharded folder",
             "distributed": "distributed folder",
+            "orbax": "folder",
         }
         return f"{self.format} ({where.get(self.layout, self.layout)})"
 
@@ -230,7 +231,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], key: str | None = None) -> 
             location=location,
             format=opened.format,
             layout=opened.layout,
-            files={file.name: file.size for file in opened.files},
+            files={file.below(location): file.size for file in opened.files},
             tensors=dict(opened.tensors),
             tied=dict(opened.aliases),
             progress=opened.progress if known else parse_name(location.name),
