@@ -5,6 +5,7 @@
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -311,3 +312,36 @@ def test_names_are_kept_in_an_orbax_folder(tmp_path: Path) -> None:
     options = AverageOptions(include="layers.*", strip_prefix="layers.")
     with pytest.raises(ConfigError, match="--strip-prefix"):
         average_checkpoints(tmp_path / "run", tmp_path / "mean", last=3, options=options)
+
+
+def test_the_tree_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = save(tmp_path / "run")
+    average_checkpoints(tmp_path / "run", tmp_path / "averaged.safetensors", last=3)
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "offline.md"
+    block = guide.read_text().split("## JAX")[1].split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    made: Tree = {}
+    exec(block, made)
+    expected = mean([state["params"] for state in states])
+    layers = made["tree"]["params"].pop("layers")
+    same(layers, dict(enumerate(expected.pop("layers"))))
+    same(made["tree"]["params"], expected)
+
+
+def test_a_run_of_two_processes(tmp_path: Path) -> None:
+    program = Path(__file__).with_name("two_processes.py")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, program, port, tmp_path / "run"]
+    writers = [subprocess.Popen([*command, rank]) for rank in ("0", "1")]
+    try:
+        assert [writer.wait(timeout=120) for writer in writers] == [0, 0]
+    finally:
+        for writer in writers:
+            writer.kill()
+    assert (tmp_path / "run" / "2" / "default" / "ocdbt.process_1").is_dir()
+    average_checkpoints(tmp_path / "run", tmp_path / "mean.safetensors", last=2)
+    rows = np.arange(64, dtype=np.float32).reshape(8, 8)
+    found = load_file(tmp_path / "mean.safetensors")
+    same(found, {"columns": -1.5 * rows, "rows": 1.5 * rows})

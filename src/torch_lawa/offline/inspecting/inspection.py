@@ -32,6 +32,7 @@ __all__ = [
     "inspect_path",
 ]
 
+_LISTED = 100  # files of a checkpoint
 _OPENING = 8  # checkpoints of a run that are opened at the same time
 
 
@@ -86,6 +87,9 @@ class Inspection:
         lines += labelled("Format", wrapped(self._described()))
         lines += labelled("Progress", _progress_lines(self.progress))
         names = [(format_bytes(size), plain(name)) for name, size in self.files.items()]
+        if len(names) > _LISTED:
+            rest = sum(list(self.files.values())[_LISTED:])
+            names[_LISTED:] = [(format_bytes(rest), f"in {len(names) - _LISTED} more")]
         lines += labelled("Files", aligned(names, right={0}))
         lines += labelled(
             "Tensors",
