@@ -5,6 +5,7 @@
 
 import json
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -305,6 +306,42 @@ def test_a_failure_while_writing_leaves_the_older_result(
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         found = reader.restore(tmp_path / "mean" / "default")
     same(found["params"], mean([state["params"] for state in states]))
+
+
+@pytest.mark.parametrize("commits", [0, 1])
+def test_a_killed_process_leaves_the_older_result(commits: int, tmp_path: Path) -> None:
+    states = save(tmp_path / "run")
+    run, out = tmp_path / "run", tmp_path / "mean"
+    average_checkpoints(run, out, last=3)
+    code = (
+        "import os, signal, sys\n"
+        "from torch_lawa import average_checkpoints\n"
+        "from torch_lawa.checkpoints.formats import orbax_write\n"
+        "commit, left = orbax_write._Database.commit, int(sys.argv[3])\n"
+        "def killed(self):\n"
+        "    global left\n"
+        "    left -= 1\n"
+        "    commit(self) if left >= 0 else os.kill(os.getpid(), signal.SIGKILL)\n"
+        "orbax_write._Database.commit = killed\n"
+        "average_checkpoints(sys.argv[1], sys.argv[2], last=2, overwrite=True)\n"
+    )
+    command = [sys.executable, "-c", code, run, out, str(commits)]
+    assert subprocess.run(command, timeout=60).returncode == -signal.SIGKILL
+    assert len(list(tmp_path.glob("mean.*.partial"))) == 1
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        same(reader.restore(out / "default")["params"], mean([s["params"] for s in states]))
+        average_checkpoints(run, out, last=2, overwrite=True)
+        same(reader.restore(out / "default")["params"], mean([s["params"] for s in states[1:]]))
+
+
+def test_arrays_that_are_not_included_are_those_of_the_newest(tmp_path: Path) -> None:
+    states = save(tmp_path / "run")
+    options = AverageOptions(include="rows")
+    average_checkpoints(tmp_path / "run", tmp_path / "mean", last=3, options=options)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        found = reader.restore(tmp_path / "mean" / "default")["params"]
+    rows = mean([{"rows": state["params"]["rows"]} for state in states])
+    same(found, {**states[-1]["params"], **rows})
 
 
 def test_names_are_kept_in_an_orbax_folder(tmp_path: Path) -> None:
