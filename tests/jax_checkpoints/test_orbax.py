@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -289,6 +290,28 @@ def test_missing_parts_are_errors(lost: str, tmp_path: Path) -> None:
     with pytest.raises(LawaError, match="200"):
         average_checkpoints(tmp_path / "run", tmp_path / "mean", last=3)
     assert not (tmp_path / "mean").exists()
+
+
+@pytest.mark.parametrize("size", [None, 0, 100])
+def test_other_arrays_of_the_newest_may_be_damaged(size: int | None, tmp_path: Path) -> None:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as writer:
+        big = {"params": {"w": np.ones(3)}, "opt_state": np.random.default_rng(0).normal(size=999)}
+        for name in ("one", "two"):
+            writer.save(tmp_path / name, args=ocp.args.PyTreeSave(big))
+    largest = max((tmp_path / "two").rglob("d/*"), key=lambda path: path.stat().st_size)
+    largest.unlink() if size is None else os.truncate(largest, size)
+    average_checkpoints([tmp_path / "one", tmp_path / "two"], tmp_path / "mean.safetensors")
+    with pytest.raises(FormatError, match="two: cannot be copied"):
+        average_checkpoints([tmp_path / "one", tmp_path / "two"], tmp_path / "mean")
+    assert not (tmp_path / "mean").exists()
+
+
+def test_links_to_files_elsewhere_are_not_copied(tmp_path: Path) -> None:
+    save(tmp_path / "run")
+    (tmp_path / "secret").write_text("mine")
+    (tmp_path / "run" / "300" / "link").symlink_to(tmp_path / "secret")
+    average_checkpoints(tmp_path / "run", tmp_path / "mean", last=3)
+    assert not (tmp_path / "mean" / "link").exists()
 
 
 def test_a_failure_while_writing_leaves_the_older_result(

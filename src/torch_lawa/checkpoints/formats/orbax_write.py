@@ -28,7 +28,7 @@ from torch_lawa.checkpoints.formats.orbax_tree import (
 from torch_lawa.checkpoints.formats.registry import StagedValues
 from torch_lawa.checkpoints.formats.safetensors import SafetensorsFile
 from torch_lawa.checkpoints.storage.paths import LocalPath
-from torch_lawa.errors import OutputError
+from torch_lawa.errors import FormatError, LawaError, OutputError
 from torch_lawa.mean.dtypes import DTYPES
 from torch_lawa.system_errors import named_errors
 
@@ -69,7 +69,7 @@ def write_orbax(staged: StagedValues) -> None:
             for stored, name in replaced.items():
                 _write_array(ts, item, stored, values, name, store)
             store.commit()
-        except OSError:
+        except LawaError:
             raise
         except ValueError as error:  # what tensorstore raises when the disk is full
             raise OutputError(
@@ -124,11 +124,16 @@ def _copy_files(source: Path, target: Path, values: Path, item: OrbaxItem) -> No
     arrays -= {own / name for name in ("_sharding", "_strings.json", "array_metadatas")}
 
     def ignored(folder: str, names: list[str]) -> list[str]:
-        return [
-            n for n in names if Path(folder, n) in arrays or n in (PROVENANCE_FILE, values.name)
-        ]
+        paths = [Path(folder, name) for name in names]
+        aside = (PROVENANCE_FILE, values.name)
+        return [p.name for p in paths if p in arrays or p.name in aside or _leads_out(p, source)]
 
     shutil.copytree(source, target, ignore=ignored, dirs_exist_ok=True)
+
+
+def _leads_out(path: Path, folder: Path) -> bool:
+    """Whether it is a link to something elsewhere: results are passed on, such files are not."""
+    return path.is_symlink() and not path.resolve().is_relative_to(folder.resolve())
 
 
 def _copy_arrays(ts: Any, item: OrbaxItem, replaced: set[str], store: _Database) -> None:
@@ -139,12 +144,26 @@ def _copy_arrays(ts: Any, item: OrbaxItem, replaced: set[str], store: _Database)
         if leaf.stored in replaced:
             continue
         prefix = f"{leaf.stored}/".encode()
-        for key in source.list(ts.KvStore.KeyRange(prefix, prefix[:-1] + b"0")).result():
-            value = source.read(key).result().value
+        for key in _read(item, source.list(ts.KvStore.KeyRange(prefix, prefix[:-1] + b"0"))):
+            found = _read(item, source.read(key))
+            if not found.value:  # what is read of a file that is missing
+                raise FormatError(
+                    f"{item.folder}: cannot be copied: the data of {key.decode()!r} is missing."
+                )
+            value = found.value
             store.add(
                 len(value),
                 lambda: target.with_transaction(store.batch).write(key, value),  # noqa: B023
             )
+
+
+def _read(item: OrbaxItem, future: Any) -> Any:
+    try:
+        return future.result()
+    except ValueError as error:
+        raise FormatError(
+            f"{item.folder}: cannot be copied, it is incomplete or damaged ({str(error)[:300]})."
+        ) from None
 
 
 def _create_array(ts: Any, item: OrbaxItem, stored: str, code: str, store: _Database) -> None:
