@@ -9,6 +9,7 @@ SOURCES := pyproject.toml constraints.txt hatch_build.py src/torch_lawa/mean/ker
 OWN_TARGETS := not gpu and not data and not browser and not matrix and not packaging
 
 .PHONY: help demo test test-fast check format docs coverage bench bench-offline clean
+.PHONY: test-jax record-jax
 .PHONY: test-gpu test-data test-faults test-browser test-matrix test-oldest test-timm test-packaging
 .PHONY: test-deepspeed
 
@@ -30,6 +31,7 @@ help:
 	@echo "make test-oldest  the integrations with the oldest frameworks that are supported"
 	@echo "make test-timm  with timm, in an environment of its own"
 	@echo "make test-deepspeed  checkpoints of DeepSpeed, in an environment of its own; minutes"
+	@echo "make test-jax   Orbax checkpoints, with JAX, in an environment of its own"
 	@echo "make test-browser  the report's page in a headless browser"
 
 demo: $(VENV)/.demo
@@ -94,6 +96,15 @@ test-timm: .venv-timm/.timm
 test-deepspeed: .venv-deepspeed/.deepspeed
 	.venv-deepspeed/bin/python -m pytest -o filterwarnings=default \
 	  tests/integrations/test_deepspeed.py tests/unit/torch_lawa/checkpoints/formats/test_deepspeed.py
+
+# Deprecations that Orbax and JAX warn of are theirs.
+test-jax: .venv-jax/.jax
+	.venv-jax/bin/python -m pytest -o filterwarnings=default tests/jax_checkpoints
+	.venv-jax/bin/python -m pytest -o filterwarnings=default -k orbax \
+	  tests/faults/test_damaged_inputs.py tests/unit/torch_lawa/checkpoints/formats
+
+record-jax: .venv-jax/.jax
+	JAX_PLATFORMS=cpu .venv-jax/bin/python tests/jax_checkpoints/record.py
 
 # Playwright brings its own Chromium where it can be downloaded; else one of the system is taken.
 test-browser: $(VENV)/.dev
@@ -161,5 +172,12 @@ $(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
 	  -e . deepspeed huggingface_hub ninja safetensors pytest pytest-timeout hypothesis
 	@touch $@
 
+.venv-jax/.jax: $(SOURCES) constraints-jax.txt
+	$(PYTHON) -m venv .venv-jax
+	.venv-jax/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -c constraints.txt -c constraints-jax.txt \
+	  -e '.[orbax]' flax jax optax orbax-checkpoint safetensors pytest pytest-timeout hypothesis
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-bench .venv-docs .venv-oldest .venv-timm .venv-deepspeed site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-docs .venv-oldest .venv-timm .venv-deepspeed .venv-jax site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

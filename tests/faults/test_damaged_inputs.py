@@ -12,6 +12,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,16 @@ def write_zero3(path: Path, seed: int) -> None:
     write_zero(path, seed, 3)
 
 
+def write_orbax(path: Path, seed: int) -> None:
+    recorded = Path(__file__).parents[1] / "jax_checkpoints" / "recorded"
+    shutil.copytree(recorded / "run" / str(10 * seed), path, dirs_exist_ok=True)
+
+
+def write_orbax_files(path: Path, seed: int) -> None:
+    recorded = Path(__file__).parents[1] / "jax_checkpoints" / "recorded"
+    shutil.copytree(recorded / "files", path, dirs_exist_ok=True)
+
+
 WRITERS: dict[str, Callable[[Path, int], None]] = {
     "safetensors": write_safetensors,
     "sharded": write_sharded,
@@ -99,6 +110,8 @@ WRITERS: dict[str, Callable[[Path, int], None]] = {
     "zero2": write_zero2,
     "zero3": write_zero3,
 }
+if find_spec("tensorstore"):  # in make test-jax
+    WRITERS |= {"orbax": write_orbax, "orbax files": write_orbax_files}
 
 
 @pytest.mark.parametrize("name", WRITERS)

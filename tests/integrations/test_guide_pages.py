@@ -370,6 +370,10 @@ def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step, weight in history.items():
         Path(f"runs/gpt/step-{step}").mkdir(parents=True)
         save_file({"w": weight}, f"runs/gpt/step-{step}/model.safetensors")
+        state = {"global_step": step, "log_history": [{"step": step, "eval_loss": step % 3500}]}
+        Path(f"runs/gpt/step-{step}/trainer_state.json").write_text(json.dumps(state))
+    losses = [json.dumps({"step": step, "valid_loss": -step}) for step in history]
+    Path("losses.jsonl").write_text("\n".join(losses))
     files = {name: torch.randn(4) for name in "ab"}
     for name, weight in files.items():
         torch.save({"w": weight}, f"{name}.pt")
@@ -392,7 +396,9 @@ def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     expected = {"averaged": window(14500, 6), "at-9000": window(9000, 6)}
     expected |= {"latest": window(14500, 6), "averages/step-14500": window(14500, 6)}
-    expected |= {"python": window(14500, 6)}
+    expected |= {"python": window(14500, 6), "best-valid": window(14500, 5)}
+    # The lowest remainders of 3500: those of 3500 to 14000, and the newest with 500.
+    expected |= {"best": mean([history[step] for step in (3500, 7000, 10500, 14000, 14500)])}
     for folder, weight in expected.items():
         assert same_bits(load_file(f"{folder}/model.safetensors")["w"], weight), folder
     assert same_bits(

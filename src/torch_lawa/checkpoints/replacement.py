@@ -1,6 +1,6 @@
 """What may be overwritten: a file by a file, or the checkpoint in a folder of files."""
 
-from torch_lawa.checkpoints.formats.registry import is_checkpoint_folder
+from torch_lawa.checkpoints.formats.registry import checkpoint_parts, is_checkpoint_folder
 from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import OutputError
 
@@ -10,15 +10,17 @@ __all__ = ["require_replaceable"]
 def require_replaceable(location: LocalPath, *, is_file: bool) -> None:
     """Refuse to overwrite what exists at `location` by a file, or else a folder, if that is unsafe.
 
-    Of a folder, only the files of its checkpoint are replaced (`is_checkpoint_file`) and all other
-    files stay. A sub-folder cannot be kept in one step, so it is refused.
+    Of a folder, only what belongs to its checkpoint is replaced (`checkpoint_parts`) and all other
+    files stay. Another sub-folder cannot be kept in one step, so it is refused.
     """
     if location.is_folder() == is_file:
         there, new = ("folder", "file") if is_file else ("file", "folder")
         raise OutputError(f"{location}: is a {there}, but a {new} is written. Write elsewhere.")
     if is_file or not (children := location.children()):
         return
-    folder = next((child.name for child in children if child.is_folder()), None)
+    is_part = checkpoint_parts(location)
+    others = (child for child in children if child.is_folder() and not is_part(child.name))
+    folder = next((child.name for child in others), None)
     if folder is not None:
         raise OutputError(
             f"{location}: contains the folder {folder}, and only a checkpoint can be overwritten. "

@@ -19,6 +19,7 @@ from torch_lawa.garbage import paused_garbage_collection
 from torch_lawa.units import format_bytes
 
 if TYPE_CHECKING:
+    from torch_lawa.checkpoints.find.scores import Mode
     from torch_lawa.offline.average import Result
     from torch_lawa.offline.options import AverageOptions
     from torch_lawa.offline.plan import AveragePlan
@@ -31,6 +32,7 @@ Examples:
   lawa average runs/gpt --last 6 -o averaged             the last six
   lawa average runs/gpt --at 9000 --last 6 -o averaged   the six up to step 9000
   lawa average runs/gpt --horizon 0.25 -o averaged       the last quarter of the run
+  lawa average runs/gpt --best 5 --metric eval_loss -o averaged
   lawa average a.pt b.pt --weights 1,3 -o mean.pt        b counts three times
   lawa average 's3://bucket/run/step-*' -o averaged      patterns and URLs
   lawa average runs/gpt --last 8 --coefficients annealing:1-sqrt -o averaged
@@ -53,6 +55,21 @@ Several processes, also on machines that share a disk, can write one result:
 )
 @click.option("--at", type=int, metavar="STEP", help="End the window at this step (or epoch).")
 @selection_options
+@click.option("--best", type=int, metavar="N", help="Average the N best checkpoints by --metric.")
+@click.option("--metric", metavar="NAME", help="Metric to choose by, e.g. valid_loss.")
+@click.option(
+    "--mode",
+    type=click.Choice(["min", "max"]),
+    show_default="by its name",
+    help="Whether low or high values are good.",
+)
+@click.option(
+    "--metrics",
+    type=click.Path(),
+    metavar="FILE",
+    show_default="with the checkpoints",
+    help="File with the values: one JSON object per line, with step or epoch.",
+)
 @click.option("--weights", metavar="W,W,...", help="One weight for each INPUT, in their order.")
 @average_options()
 @click.option("--digests", is_flag=True, help="Store the SHA-256 of every input file in OUT.")
@@ -69,6 +86,10 @@ def command(
     start: int | None,
     stop: int | None,
     every: int | None,
+    best: int | None,
+    metric: str | None,
+    mode: "Mode | None",
+    metrics: str | None,
     weights: str | None,
     options: "AverageOptions",
     digests: bool,
@@ -104,6 +125,10 @@ def command(
             start=start,
             stop=stop,
             every=every,
+            best=best,
+            metric=metric,
+            mode=mode,
+            metrics=metrics,
             weights=None if weights is None else parse_numbers(weights, float, "--weights"),
             overwrite=overwrite,
             options=options,

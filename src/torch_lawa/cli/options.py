@@ -40,7 +40,7 @@ Decorator = Callable[[Command], Command]
 _Number = TypeVar("_Number", int, float)
 
 key_option = click.option(
-    "--key", metavar="KEY", help="Entry of a PyTorch file that holds the weights, such as ema."
+    "--key", metavar="KEY", help="Entry of a checkpoint that holds the weights, such as ema."
 )
 threads_option = click.option(
     "--threads",

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from torch_lawa.checkpoints.find.scores import Mode
 from torch_lawa.checkpoints.formats.base import Checkpoint
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.provenance import note_provenance, provenance
@@ -78,6 +79,10 @@ def average_checkpoints(
     start: int | None = None,
     stop: int | None = None,
     every: int | None = None,
+    best: int | None = None,
+    metric: str | None = None,
+    mode: Mode | None = None,
+    metrics: Input | None = None,
     weights: Sequence[float] | None = None,
     overwrite: bool = False,
     threads: int | None = None,
@@ -104,6 +109,10 @@ def average_checkpoints(
         start=start,
         stop=stop,
         every=every,
+        best=best,
+        metric=metric,
+        mode=mode,
+        metrics=metrics,
         weights=weights,
         overwrite=overwrite,
         options=options,
@@ -221,6 +230,8 @@ def metadata_of(
     for i, planned in enumerate(plan.inputs):
         entry: dict[str, Any] = {"path": str(planned.location), "bytes": planned.num_bytes}
         entry |= {"step": planned.step, "epoch": planned.epoch, "weight": planned.weight}
+        if planned.value is not None:
+            entry["metric"] = {str(plan.metric): planned.value}
         if hashes is not None:
             entry["sha256"] = dict(hashes[i])
         inputs.append(entry)

@@ -15,7 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_lawa.checkpoints.formats.huggingface import INDEXES, read_json
-from torch_lawa.checkpoints.formats.registry import StagedValues, is_checkpoint_file
+from torch_lawa.checkpoints.formats.registry import (
+    StagedValues,
+    checkpoint_parts,
+    is_checkpoint_file,
+)
 from torch_lawa.checkpoints.formats.safetensors_folder import FolderSink, lay_file, write_index
 from torch_lawa.checkpoints.replacement import require_replaceable
 from torch_lawa.checkpoints.storage.atomic import (
@@ -98,7 +102,9 @@ def writing(
             _copy(location, folder / location.name, output)
         made = folder / output.shards[0].file
         target = folder if output.is_folder else made
-        output.writer.finish(StagedValues(made, target, aliases, metadata, output.nested_under))
+        output.writer.finish(
+            StagedValues(made, target, aliases, metadata, output.nested_under, output.newest)
+        )
         _deliver(folder, output)
 
 
@@ -149,8 +155,9 @@ def _deliver(folder: Path, output: Output) -> None:
         target = output.location.path
         sync_folder(folder)
         made = folder if output.is_folder else folder / target.name
+        parts = checkpoint_parts(output.location)
         try:
-            publish(made, target, overwrite=output.overwrite, is_outdated=is_checkpoint_file)
+            publish(made, target, overwrite=output.overwrite, is_outdated=parts)
         except FileExistsError:
             raise _exists(output.location) from None
         except PermissionError as error:

@@ -52,6 +52,7 @@ class Output:
     copied: tuple[Location, ...]
     nested_under: str  # the key that holds the weights in a PyTorch file or DCP folder
     overwrite: bool
+    newest: Location  # the newest input
 
     @property
     def writer(self) -> FormatWriter:
@@ -69,6 +70,8 @@ class Output:
     def space(self) -> int:
         """Bytes of disk needed while it is written: twice its size where values are converted."""
         copied = sum(location.size for location in self.copied)
+        if self.writer.copies_newest:
+            copied += sum(file.size for file in self.newest.walk())
         return self.num_bytes * (1 if self.writer.convert is None else 2) + copied
 
     def describe(self) -> str:
@@ -109,6 +112,8 @@ def plan_output(
     if found is None or found.writer is None:
         raise ConfigError(f"{location}: this format can be read, but not written. Choose another.")
     converted = found.writer.convert is not None
+    if found.writer.copies_newest:
+        _check_copied(location, newest, chosen, options)
     if converted and not location.local:
         raise ConfigError(
             f"{location}: only safetensors can be written to a URL. Write to a path and upload it, "
@@ -126,7 +131,24 @@ def plan_output(
         copied=() if is_file else tuple(side_files(newest)),
         nested_under=getattr(newest, "key", None) or "",
         overwrite=overwrite,
+        newest=newest.location,
     )
+
+
+def _check_copied(
+    location: Location, newest: Checkpoint, layout: CheckpointLayout, options: AverageOptions
+) -> None:
+    """The newest input is written again with averaged values, so its tensors keep their names."""
+    if newest.layout != layout:
+        raise ConfigError(
+            f"{location}: --layout {layout} takes everything but the weights from the newest "
+            f"input, and {newest.location} has another format. Leave --layout out."
+        )
+    if options.strip_prefix:
+        raise ConfigError(
+            f"{location}: --strip-prefix cannot rename what the newest input contains. Write to a "
+            ".safetensors file, or use --layout single."
+        )
 
 
 def _shards(

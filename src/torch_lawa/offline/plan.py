@@ -4,8 +4,10 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from torch_lawa.checkpoints.find.scores import Mode, choose_best
 from torch_lawa.checkpoints.find.select import Discovery, FoundCheckpoint, find_checkpoints, select
 from torch_lawa.checkpoints.find.step_names import few
 from torch_lawa.checkpoints.formats.base import Checkpoint
@@ -38,6 +40,7 @@ class PlannedInput:
     format: str
     num_bytes: int
     weight: float
+    value: float | None = None  # of the metric that it was chosen by
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class AveragePlan:
     metadata: dict[str, str]
     key: str | None = None
     horizon: float | None = None
+    metric: str | None = None  # that the checkpoints were chosen by
+    mode: Mode | None = None
 
     @property
     def bytes_read(self) -> int:
@@ -72,12 +77,17 @@ class AveragePlan:
             unit = "epochs" if self.inputs[-1].step is None else "steps"
             newest = self.inputs[-1].label
             span = f", the last {self.horizon:.6g} of the {unit} up to {newest}"
+        if self.metric is not None:
+            span = f", those with the {'lowest' if self.mode == 'min' else 'highest'} {self.metric}"
         num = f"{len(self.inputs)} checkpoint{'s'[: len(self.inputs) != 1]}"
         lines = [f"Average of {num} ({self.coefficients}){span}, oldest first:"]
         labels = max(len(i.label) for i in self.inputs)
         for i in self.inputs:
             size = format_bytes(i.num_bytes)
-            lines.append(f"  {i.label:<{labels}}  weight {i.weight:<8.4g} {size:>8}  {i.location}")
+            value = "" if i.value is None else f"{self.metric} {i.value:<10.6g} "
+            lines.append(
+                f"  {i.label:<{labels}}  weight {i.weight:<8.4g} {value}{size:>8}  {i.location}"
+            )
         averaged = [t for t in self.tensors if t.rule == "average"]
         dtypes = sorted({t.target.dtype for t in averaged})
         lines.append(
@@ -104,11 +114,14 @@ class AveragePlan:
                     "format": i.format,
                     "bytes": i.num_bytes,
                     "weight": i.weight,
+                    **({} if i.value is None else {"value": i.value}),
                 }
                 for i in self.inputs
             ],
             "coefficients": self.coefficients,
             "horizon": self.horizon,
+            "metric": self.metric,
+            "mode": self.mode,
             "num_averaged": sum(t.rule == "average" for t in self.tensors),
             "num_from_newest": sum(t.rule == "newest" for t in self.tensors),
             "tied": self.aliases,
@@ -134,6 +147,10 @@ def plan_average(
     start: int | None = None,
     stop: int | None = None,
     every: int | None = None,
+    best: int | None = None,
+    metric: str | None = None,
+    mode: Mode | None = None,
+    metrics: Input | None = None,
     weights: Sequence[float] | None = None,
     overwrite: bool = False,
     options: AverageOptions = DEFAULTS,
@@ -142,9 +159,10 @@ def plan_average(
 
     Choose among the checkpoints of a run by step (or epoch): the `last` k, or all within the last
     share `horizon` of the steps, such as 0.25; ending `at` a step, from `start` to `stop`, only
-    multiples of `every`. `weights` has one number for each of several
-    explicit inputs, in their order. Nothing is written; whatever can be checked beforehand is
-    checked here. `run_average` runs the plan.
+    multiples of `every`. Or choose the `best` of them by a `metric` that was recorded: in the file
+    `metrics`, else with the checkpoints; `mode` says whether "min" or "max" is good. `weights` has
+    one number for each of several explicit inputs, in their order. Nothing is written; whatever can
+    be checked beforehand is checked here. `run_average` runs the plan.
 
     >>> import tempfile, torch
     >>> from pathlib import Path
@@ -160,7 +178,8 @@ def plan_average(
     found = find_checkpoints(many, key=options.key)
     selection: dict[str, Any] = {"last": last, "horizon": horizon, "at": at}
     selection |= {"start": start, "stop": stop, "every": every}
-    if found.is_run and all(value is None for value in selection.values()):
+    _check_best(best, metric, last=last, horizon=horizon, mode=mode, metrics=metrics)
+    if found.is_run and best is None and all(value is None for value in selection.values()):
         num = len(found.found)
         raise ConfigError(
             f"{many[0]}: this run has {num} checkpoints ({found.found[0].label} to "
@@ -168,10 +187,33 @@ def plan_average(
         )
     if weights is not None:
         options = replace(options, coefficients=_explicit(found, many, weights, options))
-    chosen = select(found, **selection)
-    location = parse_location(output)
-    plan = plan_found(chosen.found, location, options, notes=chosen.notes, overwrite=overwrite)
-    return replace(plan, horizon=horizon)
+    chosen, location = select(found, **selection), parse_location(output)
+    if best is None or metric is None:
+        plan = plan_found(chosen.found, location, options, notes=chosen.notes, overwrite=overwrite)
+        return replace(plan, horizon=horizon)
+    file = None if metrics is None else Path(metrics)
+    unspaced = replace(chosen, notes=found.notes)  # the best are not evenly spaced
+    of = choose_best(unspaced, best, metric, mode=mode, metrics=file)
+    notes = of.discovery.notes
+    plan = plan_found(of.discovery.found, location, options, notes=notes, overwrite=overwrite)
+    scored = tuple(replace(i, value=v) for i, v in zip(plan.inputs, of.values, strict=True))
+    return replace(plan, inputs=scored, metric=of.metric, mode=of.mode)
+
+
+def _check_best(best: int | None, metric: str | None, **others: object) -> None:
+    last, horizon = others.pop("last"), others.pop("horizon")
+    if best is None:
+        given = {"metric": metric, **others}
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(f"--{name} {value}: say how many checkpoints, such as --best 5.")
+    elif metric is None:
+        raise ConfigError(f"--best {best}: by which metric? Pass --metric, such as valid_loss.")
+    elif last is not None or horizon is not None:
+        raise ConfigError(
+            f"--best {best} and --{'last' if last is not None else 'horizon'}: give one of them. "
+            "--from, --to, --every and --at restrict the checkpoints to choose from."
+        )
 
 
 def plan_found(

@@ -11,7 +11,13 @@ __all__ = ["links_out", "read_pieces", "side_files"]
 
 # Files that `from_pretrained` may need beside the weights, but not the state of the run.
 _COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
-_NOT_COPIED = ("trainer_state.json", "lawa.json", "zero_to_fp32.py", "zero_to_torch.py")
+_NOT_COPIED = (
+    "trainer_state.json",
+    "lawa.json",
+    "_strings.json",
+    "zero_to_fp32.py",
+    "zero_to_torch.py",
+)
 _PIECE = 1 << 24  # bytes
 
 

@@ -40,7 +40,9 @@ _OTHER_COUNTS = frozenset(
 UNFINISHED = "unfinished"
 SHARD = "a shard: give its folder, which must contain the index"
 # What trainers call a checkpoint while they write it; `tmp-checkpoint-500` is Transformers'.
-_TEMPORARY = re.compile(r"tmp[-_.].*|.*[-_.]te?mp|.*\.(partial|incomplete)", re.IGNORECASE)
+_TEMPORARY = re.compile(
+    r"tmp[-_.].*|.*[-_.]te?mp|.*\.(partial|incomplete)|.*\.orbax-checkpoint-tmp.*", re.IGNORECASE
+)
 _SHARD = re.compile(r"[-_.][0-9]+-of-[0-9]+$")
 _NOT_WEIGHTS = (
     *("optimizer.*", "optimizer_*", "optim.*", "scheduler.*", "scheduler_*", "scaler.*"),

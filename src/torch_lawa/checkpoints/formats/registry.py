@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING
 
 from torch_lawa.checkpoints.formats import deepspeed_files
 from torch_lawa.checkpoints.formats.huggingface import FOLDER_FILES, FOLDER_PARTS
-from torch_lawa.checkpoints.storage.atomic import sync_file
+from torch_lawa.checkpoints.formats.orbax_tree import (
+    CHECKPOINT_FILE,
+    ITEM_FILE,
+    list_parts,
+)
+from torch_lawa.checkpoints.storage.atomic import sync_file, sync_folder
 from torch_lawa.errors import ConfigError, FormatError
 
 if TYPE_CHECKING:
@@ -25,6 +30,7 @@ __all__ = [
     "Format",
     "FormatWriter",
     "StagedValues",
+    "checkpoint_parts",
     "describe_formats",
     "file_suffixes",
     "format_of_file",
@@ -47,6 +53,7 @@ class StagedValues:
     aliases: Mapping[str, str]  # other names of tied tensors, with the name in `values`
     metadata: Mapping[str, str]  # the newest input's, and the provenance of the average
     nested_under: str  # the dotted key that held the weights in the inputs ("" for the top)
+    newest: "Location"  # the newest input
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,7 @@ class FormatWriter:
 
     layouts: tuple[str, ...] = ()  # values of --layout that write a folder of this format
     convert: Callable[[StagedValues], None] | None = None
+    copies_newest: bool = False  # `convert` copies the newest input, with other values in it
 
     def finish(self, staged: StagedValues) -> None:
         """Replace the staged values by the result, flushed to disk."""
@@ -69,8 +77,8 @@ class FormatWriter:
         aside = staged.values.rename(staged.values.with_name(f"{staged.values.name}.values"))
         self.convert(replace(staged, values=aside))
         aside.unlink()
-        for path in staged.target.iterdir() if staged.target.is_dir() else (staged.target,):
-            sync_file(path)
+        for path in staged.target.rglob("*") if staged.target.is_dir() else (staged.target,):
+            sync_folder(path) if path.is_dir() else sync_file(path)
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,8 @@ class Format:
     A file belongs to a format by its suffix; a folder is one checkpoint of a format if it contains
     one of `folder_files`. With `exclusive` that holds whatever else the folder contains; otherwise
     the folder is a run if its entries have steps in their names. `folder_parts` matches the names
-    of the other files that hold or describe the weights of such a folder.
+    of the other files that hold or describe the weights of such a folder; `list_parts` finds those,
+    also sub-folders, that only a folder of this format has.
     """
 
     name: str  # in plans and for programs
@@ -91,6 +100,7 @@ class Format:
     folder_files: tuple[str, ...] = ()
     folder_parts: str = ""  # a regular expression
     exclusive: bool = False
+    list_parts: "Callable[[Location], Collection[str]]" = lambda folder: ()
     writer: FormatWriter | None = None
 
 
@@ -127,7 +137,7 @@ def output_layouts() -> tuple[str, ...]:
     """The values of `--layout`.
 
     >>> output_layouts()
-    ('single', 'sharded', 'distributed')
+    ('single', 'sharded', 'distributed', 'orbax')
     """
     return tuple(
         layout for known in FORMATS.values() if known.writer for layout in known.writer.layouts
@@ -143,6 +153,7 @@ def describe_formats() -> list[str]:
     distributed: folder of torch.distributed.checkpoint, from any number of ranks; read, write
     huggingface: folder that from_pretrained loads: one file or shards, also PEFT adapters; read
     deepspeed: folder of DeepSpeed: ZeRO 1, 2, 3 or universal, from any number of ranks; read
+    orbax: folder of Orbax (JAX): OCDBT or zarr, with tensorstore; read, write
     """
     lines = []
     for known in FORMATS.values():
@@ -192,6 +203,15 @@ def is_checkpoint_file(name: str) -> bool:
         name in known.folder_files or re.fullmatch(known.folder_parts, name)
         for known in FORMATS.values()
     )
+
+
+def checkpoint_parts(folder: "Location") -> Callable[[str], bool]:
+    """Whether an entry of this folder, by its name, belongs to the checkpoint in it."""
+    if not folder.is_folder():
+        return is_checkpoint_file
+    found = format_of_folder([child.name for child in folder.children()])
+    named = set(found.list_parts(folder)) if found is not None else set()
+    return lambda name: name in named or is_checkpoint_file(name)
 
 
 def open_checkpoint(location: "Location", *, key: str | None = None) -> "Checkpoint":
@@ -244,6 +264,18 @@ def _open_deepspeed(location: "Location", key: str | None) -> "Checkpoint":
     from torch_lawa.checkpoints.formats.deepspeed import DeepSpeedCheckpoint
 
     return DeepSpeedCheckpoint(location, key=key)
+
+
+def _open_orbax(location: "Location", key: str | None) -> "Checkpoint":
+    from torch_lawa.checkpoints.formats.orbax import OrbaxCheckpoint
+
+    return OrbaxCheckpoint(location, key=key)
+
+
+def _write_orbax(staged: StagedValues) -> None:
+    from torch_lawa.checkpoints.formats.orbax_write import write_orbax
+
+    write_orbax(staged)
 
 
 def _write_torch(staged: StagedValues) -> None:
@@ -308,5 +340,17 @@ register_format(
         open=_open_deepspeed,
         folder_files=deepspeed_files.FOLDER_FILES,
         folder_parts=deepspeed_files.FOLDER_PARTS,
+    )
+)
+register_format(
+    Format(
+        name="orbax",
+        title="Orbax checkpoint",
+        description="folder of Orbax (JAX): OCDBT or zarr, with tensorstore",
+        open=_open_orbax,
+        folder_files=(ITEM_FILE, CHECKPOINT_FILE),
+        exclusive=True,
+        list_parts=list_parts,
+        writer=FormatWriter(layouts=("orbax",), convert=_write_orbax, copies_newest=True),
     )
 )

@@ -115,8 +115,8 @@ def publish(
     """Rename a finished file or folder to `path`, in one step where the system supports it.
 
     Without `overwrite`, raise `FileExistsError` if anything exists there. Otherwise it is replaced
-    and removed. With `is_outdated`, of an older folder only the files with such names and those
-    that the new folder has are removed: others stay, and a sub-folder is an error.
+    and removed. With `is_outdated`, of an older folder only what has such names and what the new
+    folder has is removed: other files stay, and another sub-folder is an error.
     """
     for attempts_left in reversed(range(_ATTEMPTS)):
         with contextlib.suppress(FileExistsError):
@@ -349,7 +349,7 @@ def _carry_over(path: Path, made: Path, is_outdated: Callable[[str], bool]) -> N
     with os.scandir(path) as found:
         entries = list(found)
     for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
+        if entry.is_dir(follow_symlinks=False) and not is_outdated(entry.name):
             raise OutputError(
                 f"{path}: contains the folder {entry.name}, which is not part of a checkpoint and "
                 "would be removed. Write elsewhere, or move that folder."

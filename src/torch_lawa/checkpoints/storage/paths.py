@@ -67,6 +67,18 @@ class Location(ABC):
     def children(self) -> "list[Location]":
         """The entries of this folder, sorted by name, hidden ones included."""
 
+    def walk(self) -> "list[Location]":
+        """Every file in this folder and its sub-folders, those of one folder sorted by name."""
+        found: list[Location] = []
+        for child in self.children():
+            found += child.walk() if child.is_folder() else [child]
+        return found
+
+    def below(self, folder: "Location") -> str:
+        """Its path within `folder`, such as `d/0`; its name if it is not in there."""
+        path, above = str(self), f"{str(folder).rstrip('/')}/"
+        return path.removeprefix(above) if path.startswith(above) else self.name
+
     @abstractmethod
     def glob(self) -> "list[Location]":
         """The locations that match, if this is a pattern."""

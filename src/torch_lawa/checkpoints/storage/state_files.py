@@ -18,6 +18,7 @@ __all__ = [
     "a_list",
     "a_name",
     "a_number",
+    "a_path",
     "a_text",
     "a_whole_number",
     "read_state",
@@ -126,6 +127,13 @@ def a_name(found: Any) -> str:
     if not isinstance(found, str) or found in ("", ".", "..") or set(found) & set("/\\\0"):
         raise ValueError(f"{_shown(found)}, expected the name of a file or folder")
     return found
+
+
+def a_path(found: Any) -> str:
+    """The path of a file in a folder or its sub-folders, which leads nowhere else."""
+    for name in found.split("/") if isinstance(found, str) else (found,):
+        a_name(name)
+    return str(found)
 
 
 def a_list(check: Check[T]) -> Check[list[T]]:

@@ -33,6 +33,7 @@ __all__ = [
     "inspect_path",
 ]
 
+_LISTED = 100  # files of a checkpoint
 _OPENING = 8  # checkpoints of a run that are opened at the same time
 
 
@@ -87,6 +88,9 @@ class Inspection:
         lines += labelled("Format", wrapped(self._described()))
         lines += labelled("Progress", _progress_lines(self.progress))
         names = [(format_bytes(size), plain(name)) for name, size in self.files.items()]
+        if len(names) > _LISTED:
+            rest = sum(list(self.files.values())[_LISTED:])
+            names[_LISTED:] = [(format_bytes(rest), f"in {len(names) - _LISTED} more")]
         lines += labelled("Files", aligned(names, right={0}))
         lines += labelled(
             "Tensors",
@@ -147,6 +151,7 @@ class Inspection:
             "single": "one file" if self.location.name in self.files else "one file in a folder",
             "sharded": "sharded folder",
             "distributed": "distributed folder",
+            "orbax": "folder",
         }
         return f"{self.format} ({where.get(self.layout, self.layout)})"
 
@@ -232,7 +237,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], key: str | None = None) -> 
             location=location,
             format=opened.format,
             layout=opened.layout,
-            files={_name_in(location, file): file.size for file in opened.files},
+            files={file.below(location): file.size for file in opened.files},
             tensors=dict(opened.tensors),
             tied=dict(opened.aliases),
             progress=opened.progress if known else parse_name(location.name),
@@ -240,11 +245,6 @@ def inspect_checkpoint(path: str | os.PathLike[str], key: str | None = None) -> 
             provenance=made,
             notes=(*notes, *opened.notes),
         )
-
-
-def _name_in(folder: Location, file: Location) -> str:
-    """The path of a file within its checkpoint."""
-    return str(file).removeprefix(f"{folder}/") if str(file) != str(folder) else file.name
 
 
 def find_one(

@@ -137,8 +137,8 @@ class Admission:
         try:
             source = open_live(found, signature, self._run.key)
         except (LawaError, PermissionError) as error:
-            if isinstance(error, ConfigError) and not found.location.local:
-                raise  # an error of the server says nothing about the file
+            if isinstance(error, ConfigError):
+                raise  # an error of the server, or a missing package, says nothing about the file
             self._broken[number] = signature
             self._say(f"{found.label}: skipped, because it is not readable: {error}")
             return True

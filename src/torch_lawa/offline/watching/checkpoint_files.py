@@ -15,7 +15,7 @@ from pathlib import Path
 from torch_lawa.checkpoints.find.select import FoundCheckpoint
 from torch_lawa.checkpoints.formats.base import Checkpoint
 from torch_lawa.checkpoints.formats.huggingface import find_weights_file
-from torch_lawa.checkpoints.formats.registry import open_checkpoint
+from torch_lawa.checkpoints.formats.registry import checkpoint_parts, open_checkpoint
 from torch_lawa.checkpoints.storage.atomic import replacing, sync_folder
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location, RemoteURL
 from torch_lawa.checkpoints.storage.remote_errors import translated_errors
@@ -36,7 +36,7 @@ class LiveCheckpoint:
     signature: str
     weights: tuple[Location, ...]
     beside: tuple[Location, ...]
-    stamps: dict[str, str]  # of the weights, by file name
+    stamps: dict[str, str]  # of the weights, by their path in the checkpoint
     written: float | None  # time of the last write; None if unknown
 
     @property
@@ -50,7 +50,7 @@ def open_live(found: FoundCheckpoint, signature: str, key: str | None) -> LiveCh
     with open_checkpoint(found.location, key=key) as checkpoint:
         weights = tuple(checkpoint.files)
         beside = tuple(p for p in _beside(checkpoint) if p not in weights)
-    stamps = stamps_of(weights)
+    stamps = stamps_of(weights, found.location)
     if len(stamps) < len(weights):
         raise FormatError(
             f"{found.location}: two of its files have the same name, which is not supported."
@@ -64,24 +64,34 @@ def keep_files(source: LiveCheckpoint, folder: Path, stopped: Stopping) -> bool:
     """Link or copy the files of a checkpoint into `folder`; False if some were copied."""
     linked = True
     for location in source.weights:
-        if not _link(location, folder / location.name):
+        path = folder / location.below(source.found.location)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not _link(location, path):
             linked = False
-            _copy(location, folder / location.name, stopped)
+            _copy(location, path, stopped)
     for location in source.beside:
         _copy(location, folder / location.name, stopped)
-    sync_folder(folder)
+    for inner in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
+        sync_folder(inner)
     return linked
 
 
 def signature_of(location: Location) -> str:
     """A value that changes when a file of the checkpoint changes or is added."""
-    files = [p for p in location.children() if p.is_file()] if location.is_folder() else [location]
-    return digest(stamps_of(files))
+    if not location.is_folder():
+        return digest(stamps_of([location], location))
+    children = location.children()
+    files = [child for child in children if child.is_file()]
+    if len(files) < len(children):
+        is_part = checkpoint_parts(location)
+        folders = [c for c in children if is_part(c.name) and c.is_folder()]
+        files += [file for folder in folders for file in folder.walk()]
+    return digest(stamps_of(files, location))
 
 
-def stamps_of(locations: Iterable[Location]) -> dict[str, str]:
-    """The stamps (size, time, inode) of files, by name."""
-    return {location.name: str(location.stamp()) for location in locations}
+def stamps_of(locations: Iterable[Location], checkpoint: Location) -> dict[str, str]:
+    """The stamps (size, time, inode) of files, by their path in the checkpoint."""
+    return {location.below(checkpoint): str(location.stamp()) for location in locations}
 
 
 def digest(value: object) -> str:

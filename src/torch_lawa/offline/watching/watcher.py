@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_lawa.checkpoints.find.select import Discovery, select
-from torch_lawa.checkpoints.formats.registry import is_checkpoint_file
+from torch_lawa.checkpoints.formats.registry import checkpoint_parts
 from torch_lawa.checkpoints.storage.atomic import publish, recover, remove
 from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import ConfigError, FormatError, LawaError, OutputError
@@ -268,7 +268,7 @@ class Watcher:
         recover(path)
         # With {step} in the name, what others wrote meanwhile is kept.
         ours = not self._target.keeps_all or path.exists()
-        publish(aside, path, overwrite=ours, is_outdated=is_checkpoint_file)
+        publish(aside, path, overwrite=ours, is_outdated=checkpoint_parts(LocalPath(path)))
         return Averaged(plan.inputs, replace(result, location=LocalPath(path)))
 
 

@@ -105,7 +105,7 @@ class WindowFolder:
                 remove(path)
                 return None
             with open_checkpoint(self._location(folder, source.file), key=key) as checkpoint:
-                kept = stamps_of(checkpoint.files)
+                kept = stamps_of(checkpoint.files, LocalPath(path))
             sync_folder(self.folder)
         except BaseException:
             remove(path)
@@ -161,7 +161,8 @@ class WindowFolder:
     def _is_intact(self, snapshot: KeptCheckpoint) -> bool:
         folder = self._location(snapshot.folder, "")
         try:
-            return stamps_of(folder.child(name) for name in snapshot.kept) == snapshot.kept
+            kept = [folder.child(name) for name in snapshot.kept]
+            return stamps_of(kept, folder) == snapshot.kept
         except OSError:
             return False
 

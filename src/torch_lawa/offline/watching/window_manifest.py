@@ -14,6 +14,7 @@ from torch_lawa.checkpoints.storage.state_files import (
     a_list,
     a_name,
     a_number,
+    a_path,
     a_text,
     a_whole_number,
     read_state,
@@ -130,4 +131,4 @@ def _signatures(found: Any) -> dict[int, str]:
 
 
 def _stamps(found: Any) -> dict[str, str]:
-    return StateRow(found).take_all(a_name, a_text())
+    return StateRow(found).take_all(a_path, a_text())
