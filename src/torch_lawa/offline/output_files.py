@@ -158,6 +158,8 @@ def _deliver(folder: Path, output: Output) -> None:
                 f"{target}: cannot be replaced ({error.strerror}); it was kept. Does it belong to "
                 "another user? Write elsewhere."
             ) from error
+        if output.writer.announce is not None:
+            output.writer.announce(target)
 
 
 def _upload(folder: Path, location: RemoteURL, output: Output) -> None:

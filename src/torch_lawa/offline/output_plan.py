@@ -108,6 +108,13 @@ def plan_output(
     found = format_of_file(location) if is_file else format_of_layout(chosen)
     if found is None or found.writer is None:
         raise ConfigError(f"{location}: this format can be read, but not written. Choose another.")
+    if found.writer.in_place:
+        _refuse_changes(location, newest, chosen, options)
+    elif unique := getattr(newest, "in_place_only", ()):
+        raise ConfigError(
+            f"{location}: --key {options.key}: {unique[0]!r} of {newest.location} can only be "
+            f"written with --layout {newest.layout}. Leave out --key to average the weights."
+        )
     converted = found.writer.convert is not None
     if converted and not location.local:
         raise ConfigError(
@@ -123,10 +130,34 @@ def plan_output(
         is_folder=not is_file,
         shards=shards,
         index=None if is_file or chosen != "sharded" else f"{_stem(newest)}.safetensors.index.json",
-        copied=() if is_file else tuple(side_files(newest)),
+        copied=_copied(newest, found.writer, is_file=is_file),
         nested_under=getattr(newest, "key", None) or "",
         overwrite=overwrite,
     )
+
+
+def _copied(newest: Checkpoint, writer: FormatWriter, *, is_file: bool) -> tuple[Location, ...]:
+    if is_file:
+        return ()
+    return tuple(newest.files if writer.in_place else side_files(newest))
+
+
+def _refuse_changes(
+    location: Location, newest: Checkpoint, layout: CheckpointLayout, options: AverageOptions
+) -> None:
+    """Refuse what cannot be had by replacing values in a copy of the newest checkpoint."""
+    if newest.layout != layout:
+        raise ConfigError(
+            f"{location}: --layout {layout} is for inputs of that layout; {newest.location} is a "
+            f"{newest.format}. Leave out --layout."
+        )
+    for option, value in ("dtype", options.dtype), ("strip-prefix", options.strip_prefix):
+        if value:
+            raise ConfigError(
+                f"{location}: --{option} {value}: --layout {layout} keeps names and dtypes. Leave "
+                f"out --{option}, or write safetensors (--layout sharded, or a name that ends in "
+                ".safetensors)."
+            )
 
 
 def _shards(

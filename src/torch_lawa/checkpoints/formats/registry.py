@@ -60,6 +60,9 @@ class FormatWriter:
 
     layouts: tuple[str, ...] = ()  # values of --layout that write a folder of this format
     convert: Callable[[StagedValues], None] | None = None
+    # Values replace those in a copy of the newest input, so names and dtypes stay as they are.
+    in_place: bool = False
+    announce: Callable[[Path], None] | None = None  # called with the published path
 
     def finish(self, staged: StagedValues) -> None:
         """Replace the staged values by the result, flushed to disk."""
@@ -77,7 +80,7 @@ class Format:
     """An entry of the registry.
 
     A file belongs to a format by its suffix; a folder is one checkpoint of a format if it contains
-    one of `folder_files`. With `exclusive` that holds whatever else the folder contains; otherwise
+    one of `folder_files` and all of `folder_also`. With `exclusive` that holds whatever else the folder contains; otherwise
     the folder is a run if its entries have steps in their names. `folder_parts` matches the names
     of the other files that hold or describe the weights of such a folder.
     """
@@ -88,6 +91,7 @@ class Format:
     open: "Callable[[Location, str | None], Checkpoint]"  # a file or folder, and --key
     suffixes: tuple[str, ...] = ()
     folder_files: tuple[str, ...] = ()
+    folder_also: tuple[str, ...] = ()
     folder_parts: str = ""  # a regular expression
     exclusive: bool = False
     writer: FormatWriter | None = None
@@ -126,7 +130,7 @@ def output_layouts() -> tuple[str, ...]:
     """The values of `--layout`.
 
     >>> output_layouts()
-    ('single', 'sharded', 'distributed')
+    ('single', 'sharded', 'megatron', 'distributed')
     """
     return tuple(
         layout for known in FORMATS.values() if known.writer for layout in known.writer.layouts
@@ -139,6 +143,7 @@ def describe_formats() -> list[str]:
     >>> print(*describe_formats(), sep="\\n")
     safetensors: one safetensors file (.safetensors); read, write
     torch: file of torch.save: a state dict, alone or nested (.pt .pth .bin .ckpt .tar); read, write
+    megatron: torch_dist folder of Megatron-Core or NeMo, from any number of ranks; read, write
     distributed: folder of torch.distributed.checkpoint, from any number of ranks; read, write
     huggingface: folder that from_pretrained loads: one file or shards, also PEFT adapters; read
     """
@@ -161,7 +166,12 @@ def format_of_folder(names: Collection[str]) -> Format | None:
     >>> format_of_folder([".metadata", "__0_0.distcp"]).name
     'distributed'
     """
-    found = [f for f in FORMATS.values() if any(name in names for name in f.folder_files)]
+    found = [
+        f
+        for f in FORMATS.values()
+        if any(name in names for name in f.folder_files)
+        and all(name in names for name in f.folder_also)
+    ]
     return next((f for f in found if f.exclusive), found[0] if found else None)
 
 
@@ -232,6 +242,12 @@ def _open_distributed(location: "Location", key: str | None) -> "Checkpoint":
     return DistributedCheckpoint(location, key=key)
 
 
+def _open_megatron(location: "Location", key: str | None) -> "Checkpoint":
+    from torch_lawa.checkpoints.formats.megatron import open_megatron
+
+    return open_megatron(location, key)
+
+
 def _open_huggingface(location: "Location", key: str | None) -> "Checkpoint":
     from torch_lawa.checkpoints.formats.huggingface import open_folder
 
@@ -248,6 +264,18 @@ def _write_distributed(staged: StagedValues) -> None:
     from torch_lawa.checkpoints.formats.torch_write import write_distributed
 
     write_distributed(staged)
+
+
+def _write_megatron(staged: StagedValues) -> None:
+    from torch_lawa.checkpoints.formats.megatron_write import write_megatron
+
+    write_megatron(staged)
+
+
+def _announce_megatron(published: Path) -> None:
+    from torch_lawa.checkpoints.formats.megatron_write import write_tracker
+
+    write_tracker(published)
 
 
 register_format(
@@ -268,6 +296,23 @@ register_format(
         open=_open_torch,
         suffixes=(".pt", ".pth", ".bin", ".ckpt", ".tar"),
         writer=FormatWriter(convert=_write_torch),
+    )
+)
+register_format(
+    Format(  # before "distributed", whose files it has as well
+        name="megatron",
+        title="Megatron checkpoint",
+        description="torch_dist folder of Megatron-Core or NeMo, from any number of ranks",
+        open=_open_megatron,
+        folder_files=(".metadata",),
+        folder_also=("metadata.json",),
+        exclusive=True,
+        writer=FormatWriter(
+            layouts=("megatron",),
+            convert=_write_megatron,
+            in_place=True,
+            announce=_announce_megatron,
+        ),
     )
 )
 register_format(
