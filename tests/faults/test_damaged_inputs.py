@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from support.campaign import Campaign, CountTrials
 from support.damage import damaged_bytes
+from support.megatron import write_torch_dist
 
 from torch_lawa import average_checkpoints, inspect_checkpoint
 from torch_lawa.errors import LawaError
@@ -65,6 +66,10 @@ def write_distributed(path: Path, seed: int) -> None:
     dcp.save(tensors(seed), checkpoint_id=path / "dcp", no_dist=True)
 
 
+def write_megatron(path: Path, seed: int) -> None:
+    write_torch_dist(path / "dcp", tensors(seed), seed)
+
+
 def write_adapter(path: Path, seed: int) -> None:
     lora = {f"base.{n}.lora_A.weight": t for n, t in tensors(seed).items() if t.ndim == 2}
     save_file(lora, path / "adapter_model.safetensors")
@@ -77,6 +82,7 @@ WRITERS: dict[str, Callable[[Path, int], None]] = {
     "torch": write_torch,
     "legacy": write_legacy,
     "distributed": write_distributed,
+    "megatron": write_megatron,
     "adapter": write_adapter,
 }
 

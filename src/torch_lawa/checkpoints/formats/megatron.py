@@ -125,9 +125,7 @@ class MegatronCheckpoint(DistributedCheckpoint):
         self.in_place_only = tuple(buckets)
         return FoundWeights({**weights, **masters, **buckets}, MASTERS, tuple(notes), {})
 
-    def _open(
-        self, name: str, ref: TensorEntry, metadata: DistributedMetadata
-    ) -> ChunkedTensor:
+    def _open(self, name: str, ref: TensorEntry, metadata: DistributedMetadata) -> ChunkedTensor:
         shape = self._shapes.get(name)
         if shape is None or shape == metadata.shape(ref):
             return super()._open(name, ref, metadata)

@@ -80,9 +80,9 @@ class Format:
     """An entry of the registry.
 
     A file belongs to a format by its suffix; a folder is one checkpoint of a format if it contains
-    one of `folder_files` and all of `folder_also`. With `exclusive` that holds whatever else the folder contains; otherwise
-    the folder is a run if its entries have steps in their names. `folder_parts` matches the names
-    of the other files that hold or describe the weights of such a folder.
+    one of `folder_files` and all of `folder_also`. With `exclusive` that holds whatever else the
+    folder contains; otherwise the folder is a run if its entries have steps in their names.
+    `folder_parts` matches the names of the other files that hold or describe its weights.
     """
 
     name: str  # in plans and for programs
