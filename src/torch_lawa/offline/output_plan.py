@@ -52,6 +52,7 @@ class Output:
     copied: tuple[Location, ...]
     nested_under: str  # the key that holds the weights in a PyTorch file or DCP folder
     overwrite: bool
+    provisional: bool = False  # it will be moved to where it belongs
 
     @property
     def writer(self) -> FormatWriter:
@@ -70,6 +71,11 @@ class Output:
         """Bytes of disk needed while it is written: twice its size where values are converted."""
         copied = sum(location.size for location in self.copied)
         return self.num_bytes * (1 if self.writer.convert is None else 2) + copied
+
+    def announce(self) -> None:
+        """Tell the programs that read such checkpoints of one that has been published."""
+        if self.writer.announce is not None and isinstance(self.location, LocalPath):
+            self.writer.announce(self.location.path)
 
     def describe(self) -> str:
         """The format in words."""

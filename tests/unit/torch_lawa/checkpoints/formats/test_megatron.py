@@ -24,6 +24,7 @@ from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.coefficients import Annealing
 from torch_lawa.errors import ConfigError, FormatError
 from torch_lawa.offline.plan import plan_average
+from torch_lawa.offline.watching.watcher import watch_run
 
 MASTERS = AverageOptions(key="masters")
 RUNS = ["0.16.1", "0.9.0"]  # with masters by parameter; those of 0.9.0 are flattened
@@ -216,6 +217,16 @@ def test_sweeps_read_the_model(runs: dict[str, Path]) -> None:
     )
     num = len(inspect_checkpoint(runs["0.16.1"] / "iter_0000010").tensors)
     assert [row["tensors"] for row in rows] == [num] * 3
+
+
+def test_a_watch_writes_what_megatron_loads(runs: dict[str, Path], tmp_path: Path) -> None:
+    run, out = shutil.copytree(runs["0.9.0"], tmp_path / "run"), tmp_path / "averaged"
+    watch_run(run, out / "iter_{step:07}", k=2, settle=0, once=True, options=MASTERS)
+    average_checkpoints(run, tmp_path / "expected", last=2, options=MASTERS)
+    assert (out / "latest_checkpointed_iteration.txt").read_text() == "20"
+    for path in (tmp_path / "expected").iterdir():
+        if path.name != "lawa.json":
+            assert (out / "iter_0000020" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 def test_unusable_folders_are_named(runs: dict[str, Path], tmp_path: Path) -> None:
