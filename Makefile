@@ -10,7 +10,7 @@ OWN_TARGETS := not gpu and not data and not browser and not matrix and not packa
 
 .PHONY: help demo test test-fast check format docs coverage bench bench-offline clean
 .PHONY: test-jax record-jax
-.PHONY: test-gpu test-data test-faults test-browser test-matrix test-oldest test-timm test-packaging
+.PHONY: test-gpu test-data test-faults test-browser test-matrix test-oldest test-timm test-megatron test-packaging
 .PHONY: test-deepspeed
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo "make test-faults  kills, interrupts and damage, for LAWA_FAULTS_SECONDS (600)"
 	@echo "make test-matrix  sharded models: more placements, stores and rank counts"
 	@echo "make test-oldest  the integrations with the oldest frameworks that are supported"
+	@echo "make test-megatron  with megatron-core, in an environment of its own"
 	@echo "make test-timm  with timm, in an environment of its own"
 	@echo "make test-deepspeed  checkpoints of DeepSpeed, in an environment of its own; minutes"
 	@echo "make test-jax   Orbax checkpoints, with JAX, in an environment of its own"
@@ -106,6 +107,11 @@ test-jax: .venv-jax/.jax
 record-jax: .venv-jax/.jax
 	JAX_PLATFORMS=cpu .venv-jax/bin/python tests/jax_checkpoints/record.py
 
+# The newest release in the environment, and beside it an old one that saves flattened masters.
+test-megatron: .venv-megatron/.megatron
+	LAWA_MEGATRON_OLD=$(CURDIR)/.venv-megatron/old \
+	  .venv-megatron/bin/python -m pytest tests/integrations/test_megatron.py
+
 # Playwright brings its own Chromium where it can be downloaded; else one of the system is taken.
 test-browser: $(VENV)/.dev
 	$(PIP) -e '.[dev,browser]'
@@ -179,5 +185,13 @@ $(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
 	  -e '.[orbax]' flax jax optax orbax-checkpoint safetensors pytest pytest-timeout hypothesis
 	@touch $@
 
+.venv-megatron/.megatron: $(SOURCES)
+	$(PYTHON) -m venv .venv-megatron
+	.venv-megatron/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  -e . pytest pytest-timeout hypothesis megatron-core
+	.venv-megatron/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --target .venv-megatron/old megatron-core==0.9.0
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-bench .venv-docs .venv-oldest .venv-timm .venv-deepspeed .venv-jax site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-docs .venv-oldest .venv-timm .venv-megatron .venv-deepspeed .venv-jax site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

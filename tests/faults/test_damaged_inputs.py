@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from support.campaign import Campaign, CountTrials
 from support.damage import damaged_bytes
 from support.deepspeed import save_zero
+from support.megatron import write_torch_dist
 
 from torch_lawa import average_checkpoints, inspect_checkpoint
 from torch_lawa.errors import LawaError
@@ -67,6 +68,10 @@ def write_distributed(path: Path, seed: int) -> None:
     dcp.save(tensors(seed), checkpoint_id=path / "dcp", no_dist=True)
 
 
+def write_megatron(path: Path, seed: int) -> None:
+    write_torch_dist(path / "dcp", tensors(seed), seed)
+
+
 def write_adapter(path: Path, seed: int) -> None:
     lora = {f"base.{n}.lora_A.weight": t for n, t in tensors(seed).items() if t.ndim == 2}
     save_file(lora, path / "adapter_model.safetensors")
@@ -106,6 +111,7 @@ WRITERS: dict[str, Callable[[Path, int], None]] = {
     "torch": write_torch,
     "legacy": write_legacy,
     "distributed": write_distributed,
+    "megatron": write_megatron,
     "adapter": write_adapter,
     "zero2": write_zero2,
     "zero3": write_zero3,

@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from support.megatron import write_torch_dist
 from support.models import same_bits
 from torch import Tensor, nn
 
@@ -98,12 +99,17 @@ def save_distributed(model: nn.Module, run: Path, step: int) -> None:
         dcp.save({"model": untied(model)}, storage_writer=writer)
 
 
+def save_megatron(model: nn.Module, run: Path, step: int) -> None:
+    write_torch_dist(run / f"iter_{step:07d}", untied(model), step)
+
+
 FORMATS: dict[str, Callable[[nn.Module, Path, int], None]] = {
     "single": save_single,
     "sharded": save_sharded,
     "torch": save_torch,
     "lightning": save_lightning,
     "distributed": save_distributed,
+    "megatron": save_megatron,
 }
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 

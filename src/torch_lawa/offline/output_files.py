@@ -165,6 +165,8 @@ def _deliver(folder: Path, output: Output) -> None:
                 f"{target}: cannot be replaced ({error.strerror}); it was kept. Does it belong to "
                 "another user? Write elsewhere."
             ) from error
+        if not output.provisional:
+            output.announce()
 
 
 def _upload(folder: Path, location: RemoteURL, output: Output) -> None:

@@ -53,6 +53,7 @@ class Output:
     nested_under: str  # the key that holds the weights in a PyTorch file or DCP folder
     overwrite: bool
     newest: Location  # the newest input
+    provisional: bool = False  # it will be moved to where it belongs
 
     @property
     def writer(self) -> FormatWriter:
@@ -73,6 +74,11 @@ class Output:
         if self.writer.copies_newest:
             copied += sum(file.size for file in self.newest.walk())
         return self.num_bytes * (1 if self.writer.convert is None else 2) + copied
+
+    def announce(self) -> None:
+        """Tell the programs that read such checkpoints of one that has been published."""
+        if self.writer.announce is not None and isinstance(self.location, LocalPath):
+            self.writer.announce(self.location.path)
 
     def describe(self) -> str:
         """The format in words."""
@@ -111,6 +117,13 @@ def plan_output(
     found = format_of_file(location) if is_file else format_of_layout(chosen)
     if found is None or found.writer is None:
         raise ConfigError(f"{location}: this format can be read, but not written. Choose another.")
+    if found.writer.in_place:
+        _refuse_changes(location, newest, chosen, options)
+    elif unique := getattr(newest, "in_place_only", ()):
+        raise ConfigError(
+            f"{location}: --key {options.key}: {unique[0]!r} of {newest.location} can only be "
+            f"written with --layout {newest.layout}. Leave out --key to average the weights."
+        )
     converted = found.writer.convert is not None
     if found.writer.copies_newest:
         _check_copied(location, newest, chosen, options)
@@ -128,7 +141,7 @@ def plan_output(
         is_folder=not is_file,
         shards=shards,
         index=None if is_file or chosen != "sharded" else f"{_stem(newest)}.safetensors.index.json",
-        copied=() if is_file else tuple(side_files(newest)),
+        copied=_copied(newest, found.writer, is_file=is_file),
         nested_under=getattr(newest, "key", None) or "",
         overwrite=overwrite,
         newest=newest.location,
@@ -149,6 +162,30 @@ def _check_copied(
             f"{location}: --strip-prefix cannot rename what the newest input contains. Write to a "
             ".safetensors file, or use --layout single."
         )
+
+
+def _copied(newest: Checkpoint, writer: FormatWriter, *, is_file: bool) -> tuple[Location, ...]:
+    if is_file:
+        return ()
+    return tuple(newest.files if writer.in_place else side_files(newest))
+
+
+def _refuse_changes(
+    location: Location, newest: Checkpoint, layout: CheckpointLayout, options: AverageOptions
+) -> None:
+    """Refuse what cannot be had by replacing values in a copy of the newest checkpoint."""
+    if newest.layout != layout:
+        raise ConfigError(
+            f"{location}: --layout {layout} is for inputs of that layout; {newest.location} is a "
+            f"{newest.format}. Leave out --layout."
+        )
+    for option, value in ("dtype", options.dtype), ("strip-prefix", options.strip_prefix):
+        if value:
+            raise ConfigError(
+                f"{location}: --{option} {value}: --layout {layout} keeps names and dtypes. Leave "
+                f"out --{option}, or write safetensors (--layout sharded, or a name that ends in "
+                ".safetensors)."
+            )
 
 
 def _shards(

@@ -51,10 +51,12 @@ def _beside(newest: Checkpoint) -> list[Location]:
         if folder.name not in WEIGHTS:
             return []
         folder = folder.parent
+    weights = {location.name for location in newest.files}
     return [
         location
         for location in folder.children()
         if location.suffix in _COPIED
+        and location.name not in weights
         and location.is_file()
         and location.name not in _NOT_COPIED
         and not location.name.endswith(".index.json")

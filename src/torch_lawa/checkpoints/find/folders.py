@@ -27,6 +27,8 @@ _VERSION = re.compile(r"version_[0-9]+")
 _DEEPSPEED = re.compile(r"global_step[0-9]+")
 _NO_CHECKPOINTS = re.compile(r"optimizer(_[0-9]+)?|wandb|__pycache__")
 
+_TRACKER = "latest_checkpointed_iteration.txt"  # Megatron writes it when a checkpoint is complete
+
 # Names that show which unsupported kind of checkpoint a folder is, and what to do about it.
 _FOREIGN = (
     (
@@ -36,6 +38,11 @@ _FOREIGN = (
     (
         re.compile(r"mp_rank_(?!00(_0+)*$)[0-9_]+"),
         "a model-parallel Megatron checkpoint, which is not supported: merge its ranks into one",
+    ),
+    (
+        re.compile(r"common\.pt"),  # beside `.metadata` it is a checkpoint of a known format
+        "an unfinished Megatron checkpoint, or one in the old zarr format, which is not supported: "
+        "convert it with Megatron (--ckpt-convert-format torch_dist)",
     ),
     (
         re.compile(r"model_index\.json"),
@@ -157,6 +164,8 @@ def examine(folder: Location, depth: int = _DEPTH) -> FolderContents:
     contents.series = any(parse_name(e.shown.name) != TrainingProgress() for e in contents.entries)
     if depth:
         _add_folders(contents, [child for child in visible if is_folder[child]], depth)
+    if _TRACKER in names:
+        _leave_out_unfinished(contents)
     return contents
 
 
@@ -262,6 +271,19 @@ def _add_folder(contents: FolderContents, child: Location, depth: int) -> None:
         contents.left_out[child.name] = describe_left_out(inside.left_out)
     elif parse_name(child.name) != TrainingProgress():
         contents.left_out[child.name] = "contains no weights"
+
+
+def _leave_out_unfinished(contents: FolderContents) -> None:
+    """Leave out checkpoints that are newer than the last one that Megatron completed."""
+    try:
+        latest = int(contents.folder.child(_TRACKER).read_bytes()[:32])
+    except ValueError:  # "release"
+        return
+    newer = [e for e in contents.entries if (parse_name(e.shown.name).step or 0) > latest]
+    if len(newer) < len(contents.entries):
+        for entry in newer:
+            contents.entries.remove(entry)
+            contents.left_out[entry.shown.name] = f"newer than {latest} in {_TRACKER}"
 
 
 def _foreign(names: Iterable[str]) -> str | None:

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from torch_lawa.errors import FormatError
 from torch_lawa.mean.dtypes import DTYPES
@@ -109,7 +109,7 @@ class Checkpoint(ABC):
         """Bytes of all tensors."""
         return sum(spec.nbytes for spec in self.tensors.values())
 
-    def __enter__(self) -> "Checkpoint":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

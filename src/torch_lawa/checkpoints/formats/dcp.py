@@ -4,8 +4,8 @@
 small file of `torch.save` within a `.distcp` file. Nothing in either is executed.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from torch_lawa.checkpoints.formats.torch_pickle.archive import load_archive
 from torch_lawa.checkpoints.formats.torch_pickle.safe_pickle import Label, Record, load_pickle
 from torch_lawa.checkpoints.formats.torch_pickle.state_dicts import (
     PROGRESS_KEYS,
+    FoundWeights,
     find_progress,
     find_weights,
     is_training_state,
@@ -32,7 +33,7 @@ from torch_lawa.errors import FormatError
 if TYPE_CHECKING:
     from torch_lawa.mean.kernels import Bytes
 
-__all__ = ["DistributedCheckpoint"]
+__all__ = ["DistributedCheckpoint", "DistributedMetadata", "TensorEntry"]
 
 _HOME = "torch.distributed.checkpoint"
 _TENSOR = f"{_HOME}.metadata.TensorStorageMetadata"
@@ -42,6 +43,12 @@ _RECORDS = [
         for name in (
             *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "MetadataIndex"),
             *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"),
+        )
+    ),
+    *(
+        f"{_HOME}.planner.{name}"  # the plans of the ranks, which some trainers keep
+        for name in (
+            *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
         )
     ),
     f"{_HOME}.filesystem._StorageInfo",
@@ -58,15 +65,16 @@ class DistributedCheckpoint(Checkpoint):
     `key` is the dotted entry with the weights ("" for the top).
     """
 
+    form = "PyTorch distributed checkpoint", "distributed"  # in messages, and its layout
+    classes: tuple[str, ...] = ()  # more names that `.metadata` may use
+
     def __init__(self, folder: Location, *, key: str | None = None) -> None:
         self._folder = folder
         self._sources: dict[str, ByteSource] = {}
         self._loaded: dict[Chunk, StoredTensor] = {}
-        metadata = _Metadata(folder.child(".metadata"))
-        weights = find_weights(metadata.tree(key), _Ref, folder, key=key, all_if_unclear=True)
+        metadata = DistributedMetadata(folder.child(".metadata"), self.classes)
+        weights = self._find_weights(metadata, key)
         self.key, notes = weights.key, weights.notes
-        if self.key and key is None and not notes:
-            notes = (f"weights under {self.key!r}",)
         try:
             self._tensors = {n: self._open(n, ref, metadata) for n, ref in weights.tensors.items()}
             progress = self._find_progress(metadata)
@@ -75,8 +83,8 @@ class DistributedCheckpoint(Checkpoint):
             raise
         super().__init__(
             location=folder,
-            format="PyTorch distributed checkpoint",
-            layout="distributed",
+            format=self.form[0],
+            layout=self.form[1],
             tensors={name: tensor.spec for name, tensor in self._tensors.items()},
             progress=progress,
             notes=notes,
@@ -89,6 +97,11 @@ class DistributedCheckpoint(Checkpoint):
 
     def read(self, name: str, begin: int, end: int) -> "Bytes":
         return self._tensors[name].read(begin, end)
+
+    def stored(self, name: str) -> Iterator[tuple[Chunk, StoredTensor]]:
+        """Where the values of the tensor `name` are: boxes of it, and the tensors with them."""
+        tensor = self._tensors[name]
+        return ((chunk, tensor.load(chunk)) for chunk in tensor.chunks)
 
     def file_of(self, name: str) -> Location:
         chunks = self._tensors[name].chunks
@@ -103,7 +116,18 @@ class DistributedCheckpoint(Checkpoint):
         for source in self._sources.values():
             source.close()
 
-    def _open(self, name: str, ref: "_Ref", metadata: "_Metadata") -> ChunkedTensor:
+    def _find_weights(
+        self, metadata: "DistributedMetadata", key: str | None
+    ) -> "FoundWeights[TensorEntry]":
+        tree = metadata.tree(key)
+        found = find_weights(tree, TensorEntry, self._folder, key=key, all_if_unclear=True)
+        if found.key and key is None and not found.notes:
+            found = replace(found, notes=(f"weights under {found.key!r}",))
+        return found
+
+    def _open(
+        self, name: str, ref: "TensorEntry", metadata: "DistributedMetadata"
+    ) -> ChunkedTensor:
         spec, chunks = metadata.describe(ref)
         problem = find_problem(spec.shape, chunks)
         if problem:
@@ -146,7 +170,7 @@ class DistributedCheckpoint(Checkpoint):
         except FormatError as error:
             raise FormatError(f"{error} (Bytes {chunk.offset} to {end}, for {name!r}.)") from None
 
-    def _find_progress(self, metadata: "_Metadata") -> TrainingProgress:
+    def _find_progress(self, metadata: "DistributedMetadata") -> TrainingProgress:
         found = {}
         for name in PROGRESS_KEYS:
             try:
@@ -159,23 +183,26 @@ class DistributedCheckpoint(Checkpoint):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Ref:
+class TensorEntry:
     """A tensor of the metadata, not checked yet: most may be the optimizer's."""
 
     name: str
     record: Record
 
 
-class _Metadata:
-    """The contents of `.metadata`; entries are checked when they are used."""
+class DistributedMetadata:
+    """The contents of `.metadata`; entries are checked when they are used.
 
-    def __init__(self, location: Location) -> None:
+    `classes` are more names that the pickle may use; they are not imported.
+    """
+
+    def __init__(self, location: Location, classes: Iterable[str] = ()) -> None:
         self.location = location
         if not location.is_file():
             raise FormatError(f"{location}: does not exist: not a distributed checkpoint.")
         source = location.open()
         try:
-            makers = {**MAKERS, **dict.fromkeys(_RECORDS)}
+            makers = {**MAKERS, **dict.fromkeys((*_RECORDS, *classes))}
             state = self._state(load_pickle(source.view(0, source.size), location, makers))
         finally:
             source.close()
@@ -193,13 +220,17 @@ class _Metadata:
             raise FormatError(f"{self.location}: its index of stored items is damaged.")
         return name, start
 
-    def tree(self, key: str | None) -> dict[object, object]:
-        """The tensors, nested as they were saved."""
-        names = [
-            name
+    def tensors(self) -> dict[str, TensorEntry]:
+        """Every tensor, by the name it was saved under."""
+        return {
+            name: TensorEntry(name, entry)
             for name, entry in self._entries.items()
             if isinstance(name, str) and isinstance(entry, Record) and entry.path == _TENSOR
-        ]
+        }
+
+    def tree(self, key: str | None) -> dict[object, object]:
+        """The tensors, nested as they were saved."""
+        names = list(self.tensors())
         tree: dict[object, object] = {}
         for name, path in zip(names, self._find_paths(names, key), strict=True):
             node = tree
@@ -210,7 +241,7 @@ class _Metadata:
                 node = below
             if path[-1] in node:
                 raise FormatError(f"{self.location}: two tensors have the path of {name!r}.")
-            node[path[-1]] = _Ref(name, self._entries[name])
+            node[path[-1]] = TensorEntry(name, self._entries[name])
         return tree
 
     def _find_paths(self, names: list[str], key: str | None) -> Iterable[tuple[object, ...]]:
@@ -230,7 +261,14 @@ class _Metadata:
             return path
         raise FormatError(f"{self.location}: the path of {name!r} in the state dict is damaged.")
 
-    def describe(self, ref: _Ref) -> tuple[TensorSpec, tuple[Chunk, ...]]:
+    def shape(self, ref: TensorEntry) -> tuple[int, ...]:
+        """The shape that a tensor is stored with."""
+        shape = as_size(self._state(ref.record).get("size"))
+        if shape is None:
+            raise FormatError(f"{self.location}: its entry for {ref.name!r} is damaged.")
+        return shape
+
+    def describe(self, ref: TensorEntry) -> tuple[TensorSpec, tuple[Chunk, ...]]:
         """The spec of a tensor, and its non-empty chunks."""
         state = self._state(ref.record)
         properties, shape = state.get("properties"), as_size(state.get("size"))

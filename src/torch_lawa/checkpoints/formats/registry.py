@@ -69,6 +69,9 @@ class FormatWriter:
     layouts: tuple[str, ...] = ()  # values of --layout that write a folder of this format
     convert: Callable[[StagedValues], None] | None = None
     copies_newest: bool = False  # `convert` copies the newest input, with other values in it
+    # Values replace those in a copy of the newest input, so names and dtypes stay as they are.
+    in_place: bool = False
+    announce: Callable[[Path], None] | None = None  # called with the published path
 
     def finish(self, staged: StagedValues) -> None:
         """Replace the staged values by the result, flushed to disk."""
@@ -86,10 +89,10 @@ class Format:
     """An entry of the registry.
 
     A file belongs to a format by its suffix; a folder is one checkpoint of a format if it contains
-    one of `folder_files`. With `exclusive` that holds whatever else the folder contains; otherwise
-    the folder is a run if its entries have steps in their names. `folder_parts` matches the names
-    of the other files that hold or describe the weights of such a folder; `list_parts` finds those,
-    also sub-folders, that only a folder of this format has.
+    one of `folder_files` and all of `folder_also`. With `exclusive` that holds whatever else the
+    folder contains; otherwise the folder is a run if its entries have steps in their names.
+    `folder_parts` matches the names of the other files that hold or describe the weights of such a
+    folder; `list_parts` finds those, also sub-folders, that only a folder of this format has.
     """
 
     name: str  # in plans and for programs
@@ -98,6 +101,7 @@ class Format:
     open: "Callable[[Location, str | None], Checkpoint]"  # a file or folder, and --key
     suffixes: tuple[str, ...] = ()
     folder_files: tuple[str, ...] = ()
+    folder_also: tuple[str, ...] = ()
     folder_parts: str = ""  # a regular expression
     exclusive: bool = False
     list_parts: "Callable[[Location], Collection[str]]" = lambda folder: ()
@@ -137,7 +141,7 @@ def output_layouts() -> tuple[str, ...]:
     """The values of `--layout`.
 
     >>> output_layouts()
-    ('single', 'sharded', 'distributed', 'orbax')
+    ('single', 'sharded', 'megatron', 'distributed', 'orbax')
     """
     return tuple(
         layout for known in FORMATS.values() if known.writer for layout in known.writer.layouts
@@ -150,6 +154,7 @@ def describe_formats() -> list[str]:
     >>> print(*describe_formats(), sep="\\n")
     safetensors: one safetensors file (.safetensors); read, write
     torch: file of torch.save: a state dict, alone or nested (.pt .pth .bin .ckpt .tar); read, write
+    megatron: torch_dist folder of Megatron-Core or NeMo, from any number of ranks; read, write
     distributed: folder of torch.distributed.checkpoint, from any number of ranks; read, write
     huggingface: folder that from_pretrained loads: one file or shards, also PEFT adapters; read
     deepspeed: folder of DeepSpeed: ZeRO 1, 2, 3 or universal, from any number of ranks; read
@@ -174,7 +179,12 @@ def format_of_folder(names: Collection[str]) -> Format | None:
     >>> format_of_folder([".metadata", "__0_0.distcp"]).name
     'distributed'
     """
-    found = [f for f in FORMATS.values() if any(name in names for name in f.folder_files)]
+    found = [
+        f
+        for f in FORMATS.values()
+        if any(name in names for name in f.folder_files)
+        and all(name in names for name in f.folder_also)
+    ]
     return next((f for f in found if f.exclusive), found[0] if found else None)
 
 
@@ -254,6 +264,12 @@ def _open_distributed(location: "Location", key: str | None) -> "Checkpoint":
     return DistributedCheckpoint(location, key=key)
 
 
+def _open_megatron(location: "Location", key: str | None) -> "Checkpoint":
+    from torch_lawa.checkpoints.formats.megatron import open_megatron
+
+    return open_megatron(location, key)
+
+
 def _open_huggingface(location: "Location", key: str | None) -> "Checkpoint":
     from torch_lawa.checkpoints.formats.huggingface import open_folder
 
@@ -290,6 +306,18 @@ def _write_distributed(staged: StagedValues) -> None:
     write_distributed(staged)
 
 
+def _write_megatron(staged: StagedValues) -> None:
+    from torch_lawa.checkpoints.formats.megatron_write import write_megatron
+
+    write_megatron(staged)
+
+
+def _announce_megatron(published: Path) -> None:
+    from torch_lawa.checkpoints.formats.megatron_write import write_tracker
+
+    write_tracker(published)
+
+
 register_format(
     Format(
         name="safetensors",
@@ -308,6 +336,23 @@ register_format(
         open=_open_torch,
         suffixes=(".pt", ".pth", ".bin", ".ckpt", ".tar"),
         writer=FormatWriter(convert=_write_torch),
+    )
+)
+register_format(
+    Format(  # before "distributed", whose files it has as well
+        name="megatron",
+        title="Megatron checkpoint",
+        description="torch_dist folder of Megatron-Core or NeMo, from any number of ranks",
+        open=_open_megatron,
+        folder_files=(".metadata",),
+        folder_also=("metadata.json",),
+        exclusive=True,
+        writer=FormatWriter(
+            layouts=("megatron",),
+            convert=_write_megatron,
+            in_place=True,
+            announce=_announce_megatron,
+        ),
     )
 )
 register_format(

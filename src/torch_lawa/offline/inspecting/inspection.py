@@ -152,6 +152,7 @@ class Inspection:
             "sharded": "sharded folder",
             "distributed": "distributed folder",
             "orbax": "folder",
+            "megatron": "torch_dist folder",
         }
         return f"{self.format} ({where.get(self.layout, self.layout)})"
 
@@ -294,7 +295,7 @@ def _progress_lines(progress: TrainingProgress) -> list[str]:
 def _read_provenance(opened: Checkpoint) -> dict[str, Any] | None:
     """How a checkpoint was averaged, from its metadata or a file beside it."""
     text: object = opened.metadata.get(PROVENANCE)
-    if text is None and opened.layout == "distributed":
+    if text is None and opened.layout in ("distributed", "megatron"):
         beside = opened.location.child("lawa.json")
         text = read_json(beside).get(PROVENANCE) if beside.is_file() else None
     try:

@@ -13,7 +13,7 @@ from torch_lawa.errors import ConfigError, FormatError, OutputError
 
 __all__ = ["LiveRun", "WatchTarget"]
 
-_STEP = "{step}"
+_STEP = re.compile(r"\{step(?::(0[0-9]{1,2}))?\}")  # {step}, or {step:07} for seven digits
 
 
 class LiveRun:
@@ -71,6 +71,8 @@ class WatchTarget:
     >>> target = WatchTarget("averages/{step}.safetensors")
     >>> target.path(700).as_posix(), target.window.as_posix()
     ('averages/700.safetensors', 'averages/step.safetensors.window')
+    >>> WatchTarget("averages/iter_{step:07}").path(700).as_posix()
+    'averages/iter_0000700'
     """
 
     def __init__(self, text: str) -> None:
@@ -80,11 +82,11 @@ class WatchTarget:
                 "path, not a URL. Write to a path and upload from there."
             )
         self._path = Path(os.path.expanduser(text.removeprefix("file://")))
-        self.keeps_all = _STEP in text
+        self.keeps_all = _STEP.search(text) is not None
         parts = self._path.parts
-        at = next((i for i, part in enumerate(parts) if _STEP in part), len(parts) - 1)
+        at = next((i for i, part in enumerate(parts) if _STEP.search(part)), len(parts) - 1)
         self._first = Path(*parts[: at + 1])  # the first part that differs between averages
-        name = self._first.name.replace(_STEP, "step")
+        name = _STEP.sub("step", self._first.name)
         self.window = self._first.with_name(f"{name}.window")
 
     def __str__(self) -> str:
@@ -92,7 +94,7 @@ class WatchTarget:
 
     def path(self, number: int) -> Path:
         """The path of the average whose newest checkpoint has this step (or epoch)."""
-        return Path(str(self._path).replace(_STEP, str(number)))
+        return Path(_STEP.sub(lambda found: format(number, found[1] or ""), str(self._path)))
 
     def refuse_inside(self, run: LiveRun) -> None:
         """Refuse an output inside the run, where averages would be read as checkpoints."""

@@ -254,7 +254,7 @@ class Watcher:
             self._say_once(note, "note: ")
         # Written beside the window first, so that no mean of changed bytes is published.
         aside = self._window.made / path.name
-        output = replace(plan.output, location=LocalPath(aside))
+        output = replace(plan.output, location=LocalPath(aside), provisional=True)
         try:
             result = run_average(replace(plan, output=output), meter=_StoppingMeter(self._stop))
         except FormatError:
@@ -269,6 +269,7 @@ class Watcher:
         # With {step} in the name, what others wrote meanwhile is kept.
         ours = not self._target.keeps_all or path.exists()
         publish(aside, path, overwrite=ours, is_outdated=checkpoint_parts(LocalPath(path)))
+        plan.output.announce()
         return Averaged(plan.inputs, replace(result, location=LocalPath(path)))
 
 

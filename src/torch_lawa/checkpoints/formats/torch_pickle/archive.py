@@ -17,10 +17,14 @@ from torch_lawa.errors import FormatError
 if TYPE_CHECKING:
     from torch_lawa.mean.kernels import Bytes
 
-__all__ = ["load_archive"]
+__all__ = ["StorageEntry", "find_storage", "load_archive"]
 
 _LEGACY = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")  # the magic number before PyTorch 1.6
 _EDGE = 64 * 1024
+_DIRECTORY_ENTRY = struct.Struct("<4s24xHHH12x")  # signature, ..., lengths of what follows
+_CHECKSUM_IN_HEADER, _CHECKSUM_IN_ENTRY = 14, 16  # positions
+_DESCRIBED_AFTER = 0x8  # a flag: the checksum is after the bytes
+_DESCRIPTOR = b"PK\7\x08"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, ..., lengths of the name and of the extra
 _SAVE_AGAIN = "load it with torch and save model.state_dict() again with torch.save"
 
@@ -66,6 +70,40 @@ def load_archive(
         return Storage(key, STORAGES[label.path], entry.size if entry else None, data.view)
 
     return load_pickle(content("data.pkl"), location, MAKERS, load_storage, any_name=any_name)
+
+
+@dataclass(frozen=True, slots=True)
+class StorageEntry:
+    """Where a storage is in a file: its first byte, its size, and its CRC-32 (in two places)."""
+
+    start: int
+    size: int
+    checksums: tuple[int, ...]
+
+
+def find_storage(
+    source: ByteSource, location: Location, begin: int, end: int, key: str
+) -> StorageEntry:
+    """Find the storage `key` of the zip that is in the bytes `begin` to `end` of a file."""
+    section = _ArchiveSection(source, begin, end)
+    entry = _read_directory(section, location)[f"data/{key}"]
+    start = entry.find_start(section, location, 0)
+    flags = int.from_bytes(section.view(entry.header + 6, entry.header + 8).tobytes(), "little")
+    local = entry.header + _CHECKSUM_IN_HEADER
+    if flags & _DESCRIBED_AFTER:
+        local = start + entry.size
+        local += 4 * (section.view(local, local + 4).tobytes() == _DESCRIPTOR)
+    at = entry.limit
+    while True:
+        head = section.view(at, at + _DIRECTORY_ENTRY.size).tobytes()
+        signature, *lengths = _DIRECTORY_ENTRY.unpack(head)
+        name_at = at + _DIRECTORY_ENTRY.size
+        if signature != b"PK\1\2":
+            raise FormatError(f"{location}: the directory of a zip in it is damaged.")
+        if section.view(name_at, name_at + lengths[0]).tobytes() == entry.name:
+            checksums = begin + local, begin + at + _CHECKSUM_IN_ENTRY
+            return StorageEntry(begin + start, entry.size, checksums)
+        at = name_at + sum(lengths)
 
 
 class _ArchiveSection(ByteSource):
