@@ -6,12 +6,15 @@ import math
 import shutil
 import zipfile
 from collections.abc import Iterator
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
-from support.megatron import unpack_run, write_torch_dist
+from support.megatron import unpack_run, write_chunks, write_torch_dist
 from support.models import same_bits
 from torch import Tensor
 
@@ -89,6 +92,32 @@ def test_masters_have_the_shapes_and_values_of_their_parameters(
         for tensor, master in masters.items():
             assert master.dtype == torch.float32
             assert same_bits(master.bfloat16(), weights[tensor]), tensor
+
+
+@given(st.data())
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_cuts_of_flattened_masters(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    grid = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    local = data.draw(st.tuples(*(st.integers(1, 4) for _ in grid)))
+    whole = torch.randn([g * n for g, n in zip(grid, local, strict=True)])
+    flat, chunks = math.prod(local), {}
+    for at in product(*map(range, grid)):
+        box = tuple(slice(i * n, i * n + n) for i, n in zip(at, local, strict=True))
+        shard = whole[box].reshape(-1)
+        cuts = sorted({0, flat, *data.draw(st.lists(st.integers(0, flat), max_size=3))})
+        for begin, end in pairwise(cuts):
+            chunks[(*at, begin)] = shard[begin:end].clone().view(*(1 for _ in at), -1)
+    folder = tmp_path_factory.mktemp("run") / "iter_0000010"
+    zeros = {(0,) * whole.ndim: torch.zeros_like(whole, dtype=torch.bfloat16)}
+    master = ((*grid, flat), chunks)
+    tensors = {"decoder.w": (tuple(whole.shape), zeros), "optimizer.state.param.decoder.w": master}
+    write_chunks(folder, tensors)
+    assert same_bits(read(folder, "masters")["decoder.w"], whole)
+    average_checkpoints([folder], folder.parent / "out", options=MASTERS)
+    assert same_bits(read(folder.parent / "out", "masters")["decoder.w"], whole)
+    assert same_bits(read(folder.parent / "out")["decoder.w"], whole.bfloat16())
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
