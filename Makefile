@@ -188,7 +188,7 @@ $(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
 .venv-megatron/.megatron: $(SOURCES)
 	$(PYTHON) -m venv .venv-megatron
 	.venv-megatron/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  -e . pytest pytest-timeout hypothesis megatron-core
+	  -e . pytest pytest-timeout hypothesis megatron-core psutil
 	.venv-megatron/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  --target .venv-megatron/old megatron-core==0.9.0
 	@touch $@
