@@ -157,7 +157,7 @@ def test_a_save_that_is_cut_short_leaves_nothing_that_looks_whole(
 ) -> None:
     """The window comes before the file that makes a checkpoint valid, and older ones stay."""
     name = "save_to_json" if written else "save"
-    place: Any = TrainerState if written else window_files.torch
+    place: Any = TrainerState if written else window_files
     save = getattr(place, name)
 
     def fail(first: Any, second: Any, *args: Any, **kwargs: Any) -> None:
