@@ -7,7 +7,6 @@ beginning of every line is one, too.
 
 import dis
 import functools
-import itertools
 import sys
 import threading
 from collections.abc import Iterable
@@ -34,24 +33,14 @@ class _Code:
         bytecode = dis.Bytecode(code)
         self._names = {instruction.offset: instruction.opname for instruction in bytecode}
         self._ranges = bytecode.exception_entries  # type: ignore[attr-defined]
-        following = sorted(self._names)
-        after = dict(itertools.pairwise(following))
-        self._with = {
-            entry.target
-            for entry in self._ranges
-            if self._names.get(after.get(entry.target, -1)) == "WITH_EXCEPT_START"
-        }
 
     def is_place(self, event: str, previous: int | None, offset: int) -> bool:
         """Whether an interrupt can arrive before the instruction at `offset`."""
         if previous is None:
             return event == "line"
-        old, new = self._handler(previous), self._handler(offset)
-        if old in self._with and old != new:
-            return False  # on the way to the `__exit__` of a `with`: not interrupted in CPython
-        if event == "line":
-            return True
-        return old == new and self._names[previous].startswith(_LOOKS_FOR_SIGNALS)
+        if self._handler(previous) != self._handler(offset):
+            return False  # CPython looks for signals at the end of an instruction, inside its `try`
+        return event == "line" or self._names[previous].startswith(_LOOKS_FOR_SIGNALS)
 
     def _handler(self, offset: int) -> int | None:
         found = [entry.target for entry in self._ranges if entry.start <= offset < entry.end]
