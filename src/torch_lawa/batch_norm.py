@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_lawa.errors import BatchNormError
-from torch_lawa.interrupts import despite_interrupt
 from torch_lawa.ranks.barrier import barrier
 from torch_lawa.shards import local
 
@@ -73,7 +72,11 @@ def recalibrate_batch_norm(
                 "the loader gave no batches, so the BatchNorm statistics are unchanged. Pass a "
                 "loader that can be iterated again (not an exhausted iterator)."
             )
-        despite_interrupt(seen.write)
+        try:
+            seen.write()
+        except BaseException:  # Ctrl-C in the middle: once more, and whole
+            seen.write()
+            raise
     return num_used
 
 
@@ -179,7 +182,11 @@ def _estimating(model: nn.Module, layers: list[_BatchNorm]) -> Iterator[None]:
             layer.momentum = 1.0
         yield
     finally:
-        despite_interrupt(restore)
+        try:
+            restore()
+        except BaseException:  # Ctrl-C in the middle: once more, and whole
+            restore()
+            raise
 
 
 def _forward(model: nn.Module) -> Callable[[nn.Module, Any], Any]:

@@ -23,7 +23,6 @@ from torch_lawa.averager import Averager, LatestWeightAverager
 from torch_lawa.batch_norm import recalibrate_batch_norm
 from torch_lawa.coefficients import Coefficients, name_coefficients
 from torch_lawa.errors import ConfigError
-from torch_lawa.interrupts import despite_interrupt
 from torch_lawa.metrics import MetricsWriter, Row
 from torch_lawa.swap import swapped
 
@@ -238,7 +237,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
-        despite_interrupt(restore)
+        try:
+            restore()
+        except BaseException:  # Ctrl-C in the middle: once more, and whole
+            restore()
+            raise
 
 
 class ActClock:

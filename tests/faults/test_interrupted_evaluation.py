@@ -26,7 +26,7 @@ from torch_lawa import swap as swaps
 
 pytestmark = pytest.mark.faults
 
-NAMES = ("window_choice", "evaluation", "batch_norm", "batch_norm_cache", "interrupts")
+NAMES = ("window_choice", "evaluation", "batch_norm", "batch_norm_cache")
 K = 4
 
 

@@ -1,8 +1,7 @@
 """Ctrl-C at every place of the package's code where it can arrive.
 
 CPython looks for signals when a function starts, after each call and at the end of each round of a
-loop. `Interrupt` raises KeyboardInterrupt at the n-th of these places in the given files; the
-beginning of every line is one, too.
+loop. `Interrupt` raises KeyboardInterrupt at the n-th of these places in the given files.
 """
 
 import dis
@@ -38,9 +37,9 @@ class _Code:
         """Whether an interrupt can arrive before the instruction at `offset`."""
         if previous is None:
             return event == "line"
-        if self._handler(previous) != self._handler(offset):
-            return False  # CPython looks for signals at the end of an instruction, inside its `try`
-        return event == "line" or self._names[previous].startswith(_LOOKS_FOR_SIGNALS)
+        # CPython looks for signals at the end of an instruction, inside the `try` that it is in.
+        looked = self._names[previous].startswith(_LOOKS_FOR_SIGNALS)
+        return event == "opcode" and looked and self._handler(previous) == self._handler(offset)
 
     def _handler(self, offset: int) -> int | None:
         found = [entry.target for entry in self._ranges if entry.start <= offset < entry.end]

@@ -71,7 +71,7 @@ class Output:
     def space(self) -> int:
         """Bytes of disk needed while it is written: twice its size where values are converted."""
         copied = sum(location.size for location in self.copied)
-        if self.writer.copies_newest:
+        if self.writer.copies_newest and not self.writer.in_place:
             copied += sum(file.size for file in self.newest.walk())
         return self.num_bytes * (1 if self.writer.convert is None else 2) + copied
 
@@ -117,16 +117,14 @@ def plan_output(
     found = format_of_file(location) if is_file else format_of_layout(chosen)
     if found is None or found.writer is None:
         raise ConfigError(f"{location}: this format can be read, but not written. Choose another.")
-    if found.writer.in_place:
-        _refuse_changes(location, newest, chosen, options)
-    elif unique := getattr(newest, "in_place_only", ()):
+    if found.writer.copies_newest:
+        _refuse_changes(location, newest, chosen, options, found.writer)
+    if not found.writer.in_place and (unique := getattr(newest, "in_place_only", ())):
         raise ConfigError(
             f"{location}: --key {options.key}: {unique[0]!r} of {newest.location} can only be "
             f"written with --layout {newest.layout}. Leave out --key to average the weights."
         )
     converted = found.writer.convert is not None
-    if found.writer.copies_newest:
-        _check_copied(location, newest, chosen, options)
     if converted and not location.local:
         raise ConfigError(
             f"{location}: only safetensors can be written to a URL. Write to a path and upload it, "
@@ -148,22 +146,6 @@ def plan_output(
     )
 
 
-def _check_copied(
-    location: Location, newest: Checkpoint, layout: CheckpointLayout, options: AverageOptions
-) -> None:
-    """The newest input is written again with averaged values, so its tensors keep their names."""
-    if newest.layout != layout:
-        raise ConfigError(
-            f"{location}: --layout {layout} takes everything but the weights from the newest "
-            f"input, and {newest.location} has another format. Leave --layout out."
-        )
-    if options.strip_prefix:
-        raise ConfigError(
-            f"{location}: --strip-prefix cannot rename what the newest input contains. Write to a "
-            ".safetensors file, or use --layout single."
-        )
-
-
 def _copied(newest: Checkpoint, writer: FormatWriter, *, is_file: bool) -> tuple[Location, ...]:
     if is_file:
         return ()
@@ -171,19 +153,27 @@ def _copied(newest: Checkpoint, writer: FormatWriter, *, is_file: bool) -> tuple
 
 
 def _refuse_changes(
-    location: Location, newest: Checkpoint, layout: CheckpointLayout, options: AverageOptions
+    location: Location,
+    newest: Checkpoint,
+    layout: CheckpointLayout,
+    options: AverageOptions,
+    writer: FormatWriter,
 ) -> None:
     """Refuse what cannot be had by replacing values in a copy of the newest checkpoint."""
     if newest.layout != layout:
         raise ConfigError(
-            f"{location}: --layout {layout} is for inputs of that layout; {newest.location} is a "
-            f"{newest.format}. Leave out --layout."
+            f"{location}: --layout {layout} takes everything but the weights from the newest "
+            f"input, but {newest.location} has another format. Leave out --layout."
         )
-    for option, value in ("dtype", options.dtype), ("strip-prefix", options.strip_prefix):
+    refused: dict[str, str | None] = {"--strip-prefix": options.strip_prefix}
+    if writer.in_place:
+        refused["--dtype"] = options.dtype
+    for option, value in refused.items():
         if value:
             raise ConfigError(
-                f"{location}: --{option} {value}: --layout {layout} keeps names and dtypes. Leave "
-                f"out --{option}, or write safetensors (--layout sharded, or a name that ends in "
+                f"{location}: {option} {value}: --layout {layout} keeps names"
+                f"{' and dtypes' if writer.in_place else ''} of the newest input. Leave out "
+                f"{option}, or write safetensors (--layout single, or a name that ends in "
                 ".safetensors)."
             )
 

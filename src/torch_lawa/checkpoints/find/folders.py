@@ -252,8 +252,8 @@ def _add_folder(contents: FolderContents, child: Location, depth: int) -> None:
     try:
         inside = examine(child, depth)
     except OSError as error:
-        # Others must not be averaged in the place of a checkpoint that cannot be read. Folders
-        # beside them may be forbidden, and a run may delete what it has written.
+        # If a checkpoint cannot be read, `--last N` must not silently take an older one instead.
+        # Other folders may be unreadable, and the run may be deleting an old checkpoint.
         forbidden = isinstance(error, PermissionError)
         if forbidden and parse_name(child.name) != TrainingProgress():
             raise

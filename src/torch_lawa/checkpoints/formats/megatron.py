@@ -1,9 +1,9 @@
 """`torch_dist` folders of Megatron-Core, as Megatron-LM, Megatron Bridge and NeMo write them.
 
-They are folders of `torch.distributed.checkpoint` with `metadata.json` beside. Dots belong to the
-names of modules, so the model is told from the optimizer by name. Everything else (`common.pt`,
-random states, extra states of layers) is of no interest here: an output is a copy of the newest
-folder in which `megatron_write` replaces values.
+They are `torch.distributed.checkpoint` folders with a `metadata.json`. Keys are flat, so model and
+optimizer tensors are distinguished by name. Everything else (`common.pt`, random states, extra
+states of layers) is not read: an output is a copy of the newest folder, in which `megatron_write`
+replaces the averaged values.
 """
 
 import math

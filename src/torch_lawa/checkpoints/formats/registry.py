@@ -68,9 +68,8 @@ class FormatWriter:
 
     layouts: tuple[str, ...] = ()  # values of --layout that write a folder of this format
     convert: Callable[[StagedValues], None] | None = None
-    copies_newest: bool = False  # `convert` copies the newest input, with other values in it
-    # Values replace those in a copy of the newest input, so names and dtypes stay as they are.
-    in_place: bool = False
+    copies_newest: bool = False  # the result is the newest input, with other values in it
+    in_place: bool = False  # likewise, byte for byte but for the values: dtypes stay as they are
     announce: Callable[[Path], None] | None = None  # called with the published path
 
     def finish(self, staged: StagedValues) -> None:
@@ -350,6 +349,7 @@ register_format(
         writer=FormatWriter(
             layouts=("megatron",),
             convert=_write_megatron,
+            copies_newest=True,
             in_place=True,
             announce=_announce_megatron,
         ),
