@@ -8,6 +8,7 @@ A RUN is `constant-RATE` (with all its landings as branches, at every budget), `
 `cosine-RATE-EPOCHS` or `free-RATE` (Schedule-Free), followed by `-seed-N` (default 0); a first word
 `val-` holds out training images and evaluates on them (CIFAR-100 only). Runs are those of
 `lawa train`: each has folders with `config.json` and `metrics.jsonl`, which `lawa report` reads.
+`--landed 200` lets constant-rate runs land at these epochs instead of the study's.
 
 `--launch N` runs N processes at a time under MPS, in the order given; after `--minutes` none is
 started. Complete runs are skipped. On a machine where a command may take 10 minutes, start it in a
@@ -216,7 +217,7 @@ def run_one(run: BudgetedRun) -> None:
     (run.folder.path / "finished").write_text(f"{time.perf_counter() - begin:.1f} s\n")
 
 
-def launch(names: list[str], arguments: argparse.Namespace) -> list[str]:
+def launch(study: Study, names: list[str], arguments: argparse.Namespace) -> list[str]:
     """Every run in a process of its own, some at a time; returns those that did not complete."""
     out, begin = arguments.out, time.monotonic()
 
@@ -242,6 +243,7 @@ def launch(names: list[str], arguments: argparse.Namespace) -> list[str]:
                 name = pending.pop(0)
                 words = [sys.executable, __file__, arguments.study, name, "--out", str(out)]
                 words += ["--data", str(arguments.data)] + ["--smoke"] * arguments.smoke
+                words += ["--landed", *map(str, study.landed)] if arguments.landed else []
                 with (out / f"{name}.txt").open("ab") as log:
                     running[name] = subprocess.Popen(
                         words, stdout=log, stderr=log, env={**defaults, **os.environ}
@@ -264,6 +266,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN")
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--out", type=Path, default=Path("runs/frontier"))
+    parser.add_argument("--landed", type=float, nargs="+", metavar="EPOCHS")
     parser.add_argument("--launch", type=int, metavar="N", help="N processes at a time")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start none after these")
     parser.add_argument("--warm", type=float, default=0, help="seconds the first compiles alone")
@@ -271,11 +274,13 @@ def main() -> None:
     arguments = parser.parse_args()
     left = [name for name in arguments.runs if not (arguments.out / name / "finished").exists()]
     study = STUDIES[arguments.study]
+    if arguments.landed:
+        study = dataclasses.replace(study, landed=tuple(arguments.landed))
     runs = [
         plan_run(study, name, arguments.data, arguments.out, smoke=arguments.smoke) for name in left
     ]
     if arguments.launch:
-        lost = launch(left, arguments)
+        lost = launch(study, left, arguments)
         sys.exit(f"not complete: {', '.join(lost)}" if lost else 0)
     for run in runs:
         run_one(run)
