@@ -130,22 +130,27 @@ class CompiledPieces(Pieces):
         """
         code, final = real(source), real(target)
         width, target_width = DTYPES[code].itemsize, DTYPES[final].itemsize
-        raws = [raw if _at(raw) % width == 0 else raw.copy() for raw in pieces]
+        raws = list(pieces)
+        places = [_at(raw) for raw in raws]
+        if any(place % width for place in places):
+            raws = [raw.copy() for raw in raws]
+            places = [_at(raw) for raw in raws]
         count, num = len(raws[0]) // width, len(windows)
         # float8 values are looked up at the end, from the float64 mean.
         kind = _KINDS.get(final, _KINDS["F64"])
         wide = target_width if final in _KINDS else 8
         outs = self._room(num * count * wide).reshape(num, count * wide)
+        at_outs = [_at(outs) + i * count * wide for i in range(num)]
         flags = np.zeros(num, np.int32)
         if self._prepared is None or self._prepared.windows is not windows:
             self._prepared = _PreparedWindows(windows, len(raws))
         if len(self._rows) < len(raws) * _BLOCK + 8:
             self._rows = np.empty(len(raws) * _BLOCK + 8)
         self._library.lawa_windows(
-            (ctypes.c_void_p * len(raws))(*map(_at, raws)),
+            (ctypes.c_void_p * len(raws))(*places),
             *(len(raws), count, _kind(code)[0], width, _kind(code)[1], num),
             *self._prepared.addresses,
-            *(kind, wide, (ctypes.c_void_p * num)(*map(_at, outs)), _at(self._rows), _at(flags)),
+            *(kind, wide, (ctypes.c_void_p * num)(*at_outs), _at(self._rows), _at(flags)),
         )
         for out, flag in zip(outs, flags, strict=True):
             self.finite = not flag & _NOT_FINITE

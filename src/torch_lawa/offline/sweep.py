@@ -425,7 +425,7 @@ def _make(
         windows = [(at, p.weights) for at, p in zip(ranges, plans, strict=True)]
         tensors = plans[0].output.shards[0].tensors
         widest = max((value_width(t.target.dtype) for t in tensors), default=8)
-        length = min(PIECE // 2, max(1 << 12, _RESULTS // (len(batch) * widest)))
+        length = min(PIECE, max(1 << 12, _RESULTS // (len(batch) * widest)))
         single = Uniform().weights(1)
 
         def work(todo: Iterator[tuple[PlannedTensor, int, int]]) -> None:
