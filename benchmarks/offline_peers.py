@@ -100,12 +100,18 @@ def mergekit(output: str, inputs: list[str]) -> Act:
 
 
 def floor(
-    output: str, inputs: list[str], *, num_threads: int, step: int, num_outputs: int = 1
+    output: str,
+    inputs: list[str],
+    *,
+    num_threads: int,
+    step: int,
+    num_outputs: int = 1,
+    flush: bool = False,
 ) -> Act:
     """Read one word in `step` of every input, once, and write as much as one of them, once.
 
     A line of the cache is 8 words, so 8 brings every byte to the processor and 1 also looks at it.
-    An `output` of "-" is not written.
+    An `output` of "-" is not written. With `flush` the output is on the disk at the end, as ours is.
     """
     import mmap
     import os
@@ -140,6 +146,8 @@ def floor(
                 target = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
                 os.posix_fallocate(target, 0, num_bytes)
                 list(pool.map(write, range(num_threads)))
+                if flush:
+                    os.fsync(target)
                 os.close(target)
 
     return act
@@ -175,6 +183,7 @@ WAYS: dict[str, Callable[[str, list[str]], Act]] = {
     "mergekit": mergekit,
     "touch-1": lambda o, i: floor(o, i, num_threads=1, step=8),
     "touch-2": lambda o, i: floor(o, i, num_threads=2, step=8),
+    "touch-2-flush": lambda o, i: floor(o, i, num_threads=2, step=8, flush=True),
     "read-1": lambda o, i: floor(o, i, num_threads=1, step=1),
     "read-2": lambda o, i: floor(o, i, num_threads=2, step=1),
     "lawa-unwritten": sweep_unwritten,
