@@ -111,7 +111,7 @@ def floor(
     """Read one word in `step` of every input, once, and write as much as one of them, once.
 
     A line of the cache is 8 words, so 8 brings every byte to the processor and 1 also looks at it.
-    An `output` of "-" is not written. With `flush` the output is on the disk at the end, as ours is.
+    An `output` of "-" is not written. With `flush` it is on the disk at the end, as ours is.
     """
     import mmap
     import os
