@@ -25,7 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from offline_data import DTYPES, MEDIUM, SMALL, TINY, check, generate, paths, size
+from offline_data import BASE, DTYPES, MEDIUM, SMALL, TINY, check, generate, paths, size
 from offline_peers import SWEEP_KS, WAYS
 from offline_process import (
     bare_interpreter,
@@ -183,7 +183,7 @@ def show(found: dict[str, dict[str, Any]], title: str) -> None:
 
 def run(options: argparse.Namespace, data: Path) -> None:
     """Every part that was asked for; writes the raw log and prints a table each."""
-    config = TINY if options.quick else MEDIUM
+    config = TINY if options.quick else BASE if options.base else MEDIUM
     parts = [p for p in PARTS if p in options.only] or list(PARTS)
     chosen = [v for v in VARIANTS if v in options.only] or list(VARIANTS)
     wanted = [PARTS[p] for p in parts if p != "small"]
@@ -243,6 +243,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder for the checkpoints, kept afterwards")
     parser.add_argument("--rounds", type=int, help="5, or 2 with --quick")
     parser.add_argument("--cold", action="store_true", help="drop the inputs from the page cache")
+    parser.add_argument(
+        "--base", action="store_true", help="124 M parameters: 16 float32 checkpoints are 8 GB"
+    )
     parser.add_argument("--quick", action="store_true", help="5 M parameters, 2 rounds")
     parser.add_argument(
         "--only", nargs="+", default=[], choices=[*PARTS, *VARIANTS], metavar="NAME"

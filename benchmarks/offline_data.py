@@ -1,7 +1,7 @@
 """The checkpoints that benchmarks/offline.py averages, and the mean they must give.
 
-A random walk of a GPT-2-medium: the same steps in float32 and in bfloat16, each a folder as
-Hugging Face lays it out. Written once, the same on every machine.
+A random walk of a GPT-2: the same steps in float32 and in bfloat16, each a folder as Hugging Face
+lays it out. Written once, the same on every machine.
 """
 
 import json
@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 MEDIUM = {"n_layer": 24, "n_embd": 1024, "vocab_size": 50257, "n_positions": 1024, "n_head": 16}
+BASE = {"n_layer": 12, "n_embd": 768, "vocab_size": 50257, "n_positions": 1024, "n_head": 12}
 TINY = {"n_layer": 4, "n_embd": 256, "vocab_size": 8000, "n_positions": 256, "n_head": 4}
 SMALL = {"num_tensors": 100_000, "numel": 64}  # as of an adapter, or of many experts
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
