@@ -119,7 +119,7 @@ test-browser: $(VENV)/.dev
 	LAWA_SCREENSHOTS=runs/screenshots $(BIN)/python -m pytest -p no:xdist -m browser tests/browser
 
 # Needs no environment of ours: PYTHON is an interpreter with torch for CUDA and pytest, and maybe
-# none of pytest's plugins. Tests that compile come last; one that stands still shows where.
+# none of pytest's plugins. Tests that compile come last; one that hangs shows where.
 test-gpu:
 	PYTHONPATH=src:tests CUBLAS_WORKSPACE_CONFIG=:4096:8 $(PYTHON) -m pytest -p no:cacheprovider \
 	  --noconftest -o addopts= -o timeout=0 -o filterwarnings=default -o faulthandler_timeout=120 -m gpu \
