@@ -116,7 +116,8 @@ class ModuleAverage:
         release_gathered(model)
         self._owner = weakref.ref(trainer.lightning_module)
         # `global_step` does not move for optimizers that Lightning does not know.
-        advanced = not self.averager.snapshot_steps or step > self.averager.snapshot_steps[-1]
+        newest = self.averager.newest_step
+        advanced = newest is None or step > newest
         self.averager.collect(model, step=step if advanced else None)
 
     def swap_in(self, trainer: Trainer) -> None:
