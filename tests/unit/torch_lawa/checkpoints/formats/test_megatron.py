@@ -1,5 +1,7 @@
 """Megatron's torch_dist folders, as megatron-core has written them: what is read and replaced."""
 
+import argparse
+import enum
 import io
 import json
 import math
@@ -271,6 +273,28 @@ def test_unusable_folders_are_named(runs: dict[str, Path], tmp_path: Path) -> No
     (folder / ".metadata").unlink()
     with pytest.raises(FormatError, match="unfinished"):
         inspect_checkpoint(folder)
+
+
+class Backend(enum.Enum):
+    """Like the enums among the arguments of a training script."""
+
+    FUSED = 1
+
+
+class Attack:
+    def __reduce__(self) -> tuple[object, ...]:
+        return exec, ("raise SystemExit('executed')",)
+
+
+@pytest.mark.parametrize("argument", [Backend.FUSED, Attack()], ids=["enum", "attack"])
+def test_the_iteration_is_found_beside_objects_of_any_class(
+    argument: object, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint"
+    write_torch_dist(folder, {"w": torch.ones(2)}, 30)
+    arguments = argparse.Namespace(backend=argument)
+    torch.save({"args": arguments, "iteration": 30}, folder / "common.pt")
+    assert inspect_checkpoint(folder).progress.step == 30
 
 
 def test_without_an_optimizer_there_are_no_masters(tmp_path: Path) -> None:
