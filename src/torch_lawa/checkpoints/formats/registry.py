@@ -31,11 +31,11 @@ __all__ = [
     "FormatWriter",
     "StagedValues",
     "checkpoint_parts",
-    "describe_formats",
     "file_suffixes",
     "format_of_file",
     "format_of_folder",
     "format_of_layout",
+    "format_titles",
     "is_checkpoint_file",
     "is_checkpoint_folder",
     "open_checkpoint",
@@ -96,7 +96,7 @@ class Format:
 
     name: str  # in plans and for programs
     title: str  # in messages: "PyTorch file"
-    description: str  # one line for documentation and --help
+    description: str  # one line for documentation
     open: "Callable[[Location, str | None], Checkpoint]"  # a file or folder, and --key
     suffixes: tuple[str, ...] = ()
     folder_files: tuple[str, ...] = ()
@@ -147,24 +147,13 @@ def output_layouts() -> tuple[str, ...]:
     )
 
 
-def describe_formats() -> list[str]:
-    """One line per format, for documentation and `--help`.
+def format_titles() -> tuple[str, ...]:
+    """The formats as messages and `--help` call them.
 
-    >>> print(*describe_formats(), sep="\\n")
-    safetensors: one safetensors file (.safetensors); read, write
-    torch: file of torch.save: a state dict, alone or nested (.pt .pth .bin .ckpt .tar); read, write
-    megatron: torch_dist folder of Megatron-Core or NeMo, from any number of ranks; read, write
-    distributed: folder of torch.distributed.checkpoint, from any number of ranks; read, write
-    huggingface: folder that from_pretrained loads: one file or shards, also PEFT adapters; read
-    deepspeed: folder of DeepSpeed: ZeRO 1, 2, 3 or universal, from any number of ranks; read
-    orbax: folder of Orbax (JAX): OCDBT or zarr, with tensorstore; read, write
+    >>> format_titles()[:3]
+    ('safetensors', 'PyTorch file', 'Megatron checkpoint')
     """
-    lines = []
-    for known in FORMATS.values():
-        suffixes = f" ({' '.join(known.suffixes)})" if known.suffixes else ""
-        uses = "read, write" if known.writer else "read"
-        lines.append(f"{known.name}: {known.description}{suffixes}; {uses}")
-    return lines
+    return tuple(known.title for known in FORMATS.values())
 
 
 def format_of_file(location: "Location") -> Format | None:
