@@ -30,6 +30,7 @@ from torch_lawa.coefficients import Annealing
 from torch_lawa.errors import ConfigError, FormatError
 from torch_lawa.offline.plan import plan_average
 from torch_lawa.offline.watching.watcher import watch_run
+from torch_lawa.units import format_bytes
 
 MASTERS = AverageOptions(key="masters")
 RUNS = ["0.16.1", "0.9.0"]  # with masters by parameter; those of 0.9.0 are flattened
@@ -169,6 +170,13 @@ def test_only_averaged_values_differ_from_the_newest(
                 read(out, "masters").values(), read(newest, "masters").values(), strict=True
             )
         )
+
+
+def test_a_plan_says_how_large_the_copy_is(runs: dict[str, Path], tmp_path: Path) -> None:
+    plan = plan_average(runs["0.16.1"], tmp_path / "out", last=2)
+    size = sum(path.stat().st_size for path in (runs["0.16.1"] / "iter_0000020").iterdir())
+    assert f"a copy of the newest ({format_bytes(size)})" in str(plan)
+    assert size > 2 * plan.bytes_written  # the optimizer
 
 
 def test_masters_in_buckets_need_their_own_layout(runs: dict[str, Path], tmp_path: Path) -> None:
