@@ -201,16 +201,32 @@ def test_one_search_serves_two_choosers() -> None:
         {"ks": []},
         {"ks": [0, 2]},
         {"ks": [1.5]},
+        {"ks": 4},
         {"mode": "lowest"},
         {"margin": 1.0},
         {"margin": -0.1},
         {"margin": math.nan},
+        {"margin": "1 %"},
         {"full_every": 0},
     ],
 )
 def test_mistakes_are_found_at_once(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(options))}="):
         WindowSearch(**options)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "match"),
+    [(0, None, "averager=None"), (1, 3, "evaluate=3"), (2, [2, 4], r"search=\[2, 4\]")],
+)
+def test_arguments_of_a_chooser(place: int, value: Any, match: str) -> None:
+    model, averager = collected([2.0, 4.0])
+    given: list[Any] = [averager, distance_to(4.0), None]
+    with pytest.raises(ConfigError, match="raw is a str"):
+        WindowChooser(*given).choose(model, raw="low")  # type: ignore[arg-type]
+    given[place] = value
+    with pytest.raises(ConfigError, match=match):
+        WindowChooser(*given)
 
 
 def test_a_window_larger_than_the_ring_is_refused() -> None:

@@ -269,6 +269,8 @@ def _select_numbers(
 def _check_values(values: dict[str, int | None]) -> None:
     for name, value in values.items():
         least = 1 if name in ("last", "every") else 0  # some count epochs from 0
+        if value is not None and not hasattr(value, "__index__"):
+            raise ConfigError(f"--{name} {value!r}: it must be a whole number.")
         if value is not None and value < least:
             raise ConfigError(f"--{name} {value}: it must be at least {least}.")
 
