@@ -15,20 +15,23 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
+import torch
 from torch import nn
 
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.batch_norm_cache import BatchNormCache
 from torch_lawa.errors import ConfigError, StateError
 from torch_lawa.evaluation import ActClock, evaluating
-from torch_lawa.ranks.agreement import check_same_choice
+from torch_lawa.ranks.agreement import all_true, check_same_choice
+from torch_lawa.selection import live_tensors
+from torch_lawa.shards import local
 from torch_lawa.swap import refuse_if_swapped
 from torch_lawa.validation import check_kind, one_of, whole_number
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["WindowChoice", "WindowChooser", "WindowSearch", "search_for"]
+__all__ = ["WindowChoice", "WindowChooser", "WindowSearch", "newest_is_live", "search_for"]
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,24 @@ def search_for(option: bool | WindowSearch) -> WindowSearch | None:
     return WindowSearch() if option else None
 
 
+def newest_is_live(
+    averager: LatestWeightAverager, model: nn.Module, group: "ProcessGroup | None" = None
+) -> bool:
+    """Whether the newest snapshot is the weights that a model has now, on all of its ranks.
+
+    Then the window of 1 is the raw weights, and is not evaluated a second time.
+    """
+    live, newest = live_tensors(model), {}
+    if averager.samples == 1:
+        newest = {name: local(tensor) for name, tensor in averager.average(1).items()}
+    same = bool(newest) and all(
+        torch.equal(tensor, newest[name].to(tensor.device))
+        for name, tensor in live.items()
+        if name in newest
+    )
+    return all_true("choosing a window", model, same, group)
+
+
 class WindowChooser:
     """Chooses how many snapshots of an averager to serve, by evaluating them.
 
@@ -237,7 +258,11 @@ class WindowChooser:
         clock = ActClock(model)
         with clock("choose"):
             values = {0: self._measured(model) if raw is None else _as_number("raw is", raw)}
+            known = not self._batch_norm.needed(model)
             for k in self._search.candidates(self._averager):
+                if k == 1 and known and newest_is_live(self._averager, model, self._group):
+                    values[1] = values[0]
+                    continue
                 with self._swapped_into(model, k):
                     values[k] = self._measured(model)
             k = self._search.decide(values)
