@@ -195,10 +195,8 @@ def plan_average(
     if best is None or metric is None:
         notes = chosen.notes
         if horizon is not None and len(chosen.found) == 1:
-            notes = [
-                *notes,
-                f"--horizon {horizon:g} contains a single checkpoint: nothing to average.",
-            ]
+            single = f"--horizon {horizon:g} contains a single checkpoint: nothing to average."
+            notes = (*notes, single)
         plan = plan_found(chosen.found, location, options, notes=notes, overwrite=overwrite)
         return replace(plan, horizon=horizon)
     file = None if metrics is None else Path(metrics)

@@ -32,6 +32,7 @@ __all__ = [
     "StagedValues",
     "checkpoint_parts",
     "file_suffixes",
+    "folder_names",
     "format_of_file",
     "format_of_folder",
     "format_of_layout",
@@ -136,6 +137,12 @@ def file_suffixes() -> tuple[str, ...]:
     return tuple(suffix for known in FORMATS.values() for suffix in known.suffixes)
 
 
+def folder_names() -> list[str]:
+    """A file of each kind of folder, by which it is recognised; for messages."""
+    found = [known.folder_files[0] for known in FORMATS.values() if known.folder_files]
+    return list(dict.fromkeys(found))  # two formats may have the same
+
+
 def output_layouts() -> tuple[str, ...]:
     """The values of `--layout`.
 
@@ -220,7 +227,7 @@ def open_checkpoint(location: "Location", *, key: str | None = None) -> "Checkpo
     if location.is_folder():
         found = format_of_folder([child.name for child in location.children()])
         if found is None:
-            known = ", ".join(f.folder_files[0] for f in FORMATS.values() if f.folder_files)
+            known = ", ".join(folder_names())
             raise FormatError(f"{location}: no checkpoint here: looked for {known}, …")
         return found.open(location, key)
     if not location.is_file():
