@@ -101,8 +101,10 @@ test-deepspeed: .venv-deepspeed/.deepspeed
 # Deprecations that Orbax and JAX warn of are theirs.
 test-jax: .venv-jax/.jax
 	.venv-jax/bin/python -m pytest -o filterwarnings=default tests/jax_checkpoints
-	.venv-jax/bin/python -m pytest -o filterwarnings=default -k orbax \
-	  tests/faults/test_damaged_inputs.py tests/unit/torch_lawa/checkpoints/formats
+	.venv-jax/bin/python -m pytest -o filterwarnings=default -k "orbax or Orbax" \
+	  tests/laws/test_offline_law.py tests/unit/torch_lawa/checkpoints/formats
+	LAWA_FAULTS_SECONDS=60 .venv-jax/bin/python -m pytest -o filterwarnings=default -o timeout=0 \
+	  -k "orbax or Orbax" tests/faults/test_damaged_inputs.py tests/faults/test_file_system.py
 
 record-jax: .venv-jax/.jax
 	JAX_PLATFORMS=cpu .venv-jax/bin/python tests/jax_checkpoints/record.py
@@ -119,7 +121,7 @@ test-browser: $(VENV)/.dev
 	LAWA_SCREENSHOTS=runs/screenshots $(BIN)/python -m pytest -p no:xdist -m browser tests/browser
 
 # Needs no environment of ours: PYTHON is an interpreter with torch for CUDA and pytest, and maybe
-# none of pytest's plugins. Tests that compile come last; one that stands still shows where.
+# none of pytest's plugins. Tests that compile come last; one that hangs shows where.
 test-gpu:
 	PYTHONPATH=src:tests CUBLAS_WORKSPACE_CONFIG=:4096:8 $(PYTHON) -m pytest -p no:cacheprovider \
 	  --noconftest -o addopts= -o timeout=0 -o filterwarnings=default -o faulthandler_timeout=120 -m gpu \

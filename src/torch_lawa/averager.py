@@ -44,36 +44,28 @@ class Averager(Protocol):
     @property
     def kind(self) -> str:
         """The method's name in metrics files and reports, such as "ema"."""
-        ...
 
     @property
     def ready(self) -> bool:
         """Whether there is an average to read."""
-        ...
 
     def collect(self, model: nn.Module, *, step: int | None = None) -> None:
         """Take the model's current weights into the average."""
-        ...
 
     def step(self, model: nn.Module, *, loss: float | None = None) -> bool:
         """Count one step and collect if one is due; returns whether it did."""
-        ...
 
     def swapped_into(self, model: nn.Module) -> AbstractContextManager[None]:
         """Swap the average into the model for a `with` block, then restore its own weights."""
-        ...
 
     def average(self) -> dict[str, Tensor]:
         """The average as a state dict."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that is needed to resume."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state."""
-        ...
 
 
 class LatestWeightAverager:
@@ -209,6 +201,11 @@ class LatestWeightAverager:
     def snapshot_steps(self) -> list[int]:
         """The step labels of the snapshots in the window, oldest first."""
         return self._window.steps
+
+    @property
+    def newest_step(self) -> int | None:
+        """The step label of what was collected last: a snapshot, or a sample of the next one."""
+        return self._window.newest_step
 
     @property
     def num_collected(self) -> int:

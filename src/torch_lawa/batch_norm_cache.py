@@ -26,8 +26,8 @@ __all__ = ["BatchNormCache"]
 class BatchNormCache:
     """The statistics for the windows that end with one snapshot.
 
-    A window is identified by the steps of its snapshots. Wherever `k` is an argument, it is the
-    window of the k newest snapshots, by default the averager's own.
+    A window is identified by the steps of its snapshots and of its newest sample. Wherever `k` is
+    an argument, it is the window of the k newest snapshots, by default the averager's own.
     """
 
     def __init__(self, num_batches: int | None) -> None:
@@ -103,8 +103,11 @@ class BatchNormCache:
 
 
 def _window(averager: LatestWeightAverager, k: int | None) -> tuple[int, ...]:
-    steps = averager.snapshot_steps
-    return tuple(steps[len(steps) - (averager.num_averaged if k is None else k) :])
+    steps, newest = averager.snapshot_steps, averager.newest_step
+    window = steps[len(steps) - (averager.num_averaged if k is None else k) :]
+    if window and newest is not None and newest > window[-1]:
+        window.append(newest)  # samples since the newest snapshot are a part of the average
+    return tuple(window)
 
 
 def _is_blend(averager: LatestWeightAverager) -> bool:

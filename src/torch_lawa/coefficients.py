@@ -359,8 +359,8 @@ class Blend:
         number = isinstance(self.blend, float | int) and not isinstance(self.blend, bool)
         if not number or not 0.0 < self.blend <= 1.0:
             raise ConfigError(
-                f"blend={self.blend!r}: it is the weight of the mean, the rest is that of the live "
-                "weights, and must be in (0, 1], such as 0.6."
+                f"blend={self.blend!r}: give the weight of the mean, above 0 and at most 1, such "
+                "as 0.6. The live weights have the rest."
             )
         if isinstance(self.rule, Blend):
             raise ConfigError(f"{self.rule} is a blend already: give one of the two.")

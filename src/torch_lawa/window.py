@@ -176,7 +176,9 @@ class Window:
             return k
         if usual < needed:
             hint = "call averager.collect(model) first."
-            if held:
+            if self.num_sampled and not held:
+                hint = f"the first one has {self.num_sampled} of its {self.samples} samples so far."
+            elif held:
                 hint = "check averager.ready, request average(k=...), or set min_snapshots=1."
             raise NotReadyError(f"only {usual} of {self.k} snapshots were collected: {hint}")
         return usual

@@ -15,20 +15,23 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
+import torch
 from torch import nn
 
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.batch_norm_cache import BatchNormCache
 from torch_lawa.errors import ConfigError, StateError
 from torch_lawa.evaluation import ActClock, evaluating
-from torch_lawa.ranks.agreement import check_same_choice
+from torch_lawa.ranks.agreement import all_true, check_same_choice
+from torch_lawa.selection import live_tensors
+from torch_lawa.shards import local
 from torch_lawa.swap import refuse_if_swapped
-from torch_lawa.validation import one_of, whole_number
+from torch_lawa.validation import check_kind, one_of, whole_number
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["WindowChoice", "WindowChooser", "WindowSearch", "search_for"]
+__all__ = ["WindowChoice", "WindowChooser", "WindowSearch", "newest_is_live", "search_for"]
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,12 @@ class WindowSearch:
         full_every: int = 1,
     ) -> None:
         one_of("mode", mode, ("min", "max"))
-        if not 0.0 <= margin < 1.0:
+        if not isinstance(margin, int | float) or not 0.0 <= margin < 1.0:
             raise ConfigError(
                 f"margin={margin!r}: give a share of the gain over the raw weights, from 0 to 1."
             )
-        if ks is not None and not ks:
-            raise ConfigError("ks=[]: give the windows to compare, such as ks=[4, 16].")
+        if ks is not None and (not isinstance(ks, Iterable) or not len(ks)):
+            raise ConfigError(f"ks={ks!r}: give the windows to compare, such as ks=[4, 16].")
         self._ks = None if ks is None else sorted({whole_number("ks", k, least=1) for k in ks})
         self._full_every = whole_number("full_every", full_every, least=1)
         self.mode, self.margin = mode, margin
@@ -168,6 +171,24 @@ def search_for(option: bool | WindowSearch) -> WindowSearch | None:
     return WindowSearch() if option else None
 
 
+def newest_is_live(
+    averager: LatestWeightAverager, model: nn.Module, group: "ProcessGroup | None" = None
+) -> bool:
+    """Whether the newest snapshot is the weights that a model has now, on all of its ranks.
+
+    Then the window of 1 is the raw weights, and is not evaluated a second time.
+    """
+    live, newest = live_tensors(model), {}
+    if averager.samples == 1:
+        newest = {name: local(tensor) for name, tensor in averager.average(1).items()}
+    same = bool(newest) and all(
+        torch.equal(tensor, newest[name].to(tensor.device))
+        for name, tensor in live.items()
+        if name in newest
+    )
+    return all_true("choosing a window", model, same, group)
+
+
 class WindowChooser:
     """Chooses how many snapshots of an averager to serve, by evaluating them.
 
@@ -212,6 +233,10 @@ class WindowChooser:
         batch_norm_batches: int | None = None,
         group: "ProcessGroup | None" = None,
     ) -> None:
+        check_kind("averager", averager, "snapshot_steps", "LatestWeightAverager(k=16)")
+        check_kind("evaluate", evaluate, "__call__", "a function of the model")
+        if search is not None:
+            check_kind("search", search, "candidates", "WindowSearch([4, 16])")
         self._averager, self._evaluate, self._loader = averager, evaluate, loader
         self._search = copy.deepcopy(search) if search is not None else WindowSearch()
         self._search.check(averager)
@@ -232,8 +257,12 @@ class WindowChooser:
         refuse_if_swapped(model, "choose was called")
         clock = ActClock(model)
         with clock("choose"):
-            values = {0: self._measured(model) if raw is None else float(raw)}
+            values = {0: self._measured(model) if raw is None else _as_number("raw is", raw)}
+            known = not self._batch_norm.needed(model)
             for k in self._search.candidates(self._averager):
+                if k == 1 and known and newest_is_live(self._averager, model, self._group):
+                    values[1] = values[0]
+                    continue
                 with self._swapped_into(model, k):
                     values[k] = self._measured(model)
             k = self._search.decide(values)
@@ -271,13 +300,16 @@ class WindowChooser:
     def _measured(self, model: nn.Module) -> float:
         with evaluating(model):
             value = self._evaluate(model)
-        try:
-            return float(value)
-        except (TypeError, ValueError):
-            raise ConfigError(
-                f"evaluate returned a {type(value).__name__}: return one number, such as the "
-                "validation loss."
-            ) from None
+        return _as_number("evaluate returned", value)
+
+
+def _as_number(what: str, value: SupportsFloat) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"{what} a {type(value).__name__}: give one number, such as the validation loss."
+        ) from None
 
 
 class _Served(AbstractContextManager[None]):

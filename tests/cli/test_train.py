@@ -67,11 +67,15 @@ def test_what_is_asked_for_goes_before_the_smoke_values(
     [
         (["no-such-recipe"], 2, "No such command"),
         (["digits", "--ks", "two"], 2, "is not a list"),
-        (["digits", "--ks", "0"], 2, "ks=[0]"),
-        (["digits", "--learning-rate", "-1"], 2, "learning_rate=-1.0"),
+        (["digits", "--ks", "0"], 2, "--ks [0]"),
+        (["digits", "--learning-rate", "-1"], 2, "--learning-rate -1.0"),
         (["digits", "--optimizer", "rmsprop"], 2, "rmsprop"),
         (["digits", "--coefficients", "best"], 2, "coefficients 'best'"),
-        (["digits", "--lookahead-alpha", "2"], 2, "lookahead_alpha=2.0"),
+        (["digits", "--lookahead-alpha", "2"], 2, "--lookahead-alpha 2.0"),
+        (["digits", "--epochs", "-3"], 2, "--epochs -3: must be positive"),
+        (["digits", "--land", "0.2"], 2, "Set --schedule constant"),
+        (["digits", "--budgets", ""], 2, "distinct, positive numbers"),
+        (["digits", "--resume", "--overwrite"], 2, "give one of them"),
         (["digits", "--test-fraction", "0.9999"], 1, "test_fraction=0.9999"),
         (["digits", "--device", "tpu"], 1, "cpu"),
         (["cifar100-resnet34"], 1, "cifar-100-binary"),
@@ -110,6 +114,14 @@ def test_a_run_from_begin_to_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[-1]["test_loss"] == last["test_loss"]
     assert lawa("report", "runs") == 0
     assert "digits: test loss" in capsys.readouterr().out
+
+
+def test_a_wrong_target_is_found_at_the_first_evaluation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert lawa(*DIGITS, "--ks", "2", "--until", "valid_loss=0.1", "-o", "run") == 1
+    assert "--until valid_loss=0.1: this run measures" in capsys.readouterr().err
+    assert {row["weights"] for row in rows_of(Path("run"))} == {"raw"}
 
 
 def test_a_mistake_neither_costs_nor_leaves_a_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,10 +21,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from support.campaign import Campaign, CountTrials
 from support.damage import damaged_bytes
-from support.deepspeed import save_zero
-from support.megatron import write_torch_dist
+from support.deepspeed import save_zero, unpack_recorded
+from support.megatron import unpack_run, write_torch_dist
 
-from torch_lawa import average_checkpoints, inspect_checkpoint
+from torch_lawa import AverageOptions, average_checkpoints, inspect_checkpoint
 from torch_lawa.errors import LawaError
 
 pytestmark = [pytest.mark.faults, pytest.mark.filterwarnings("ignore:.*torch.distributed")]
@@ -72,6 +72,12 @@ def write_megatron(path: Path, seed: int) -> None:
     write_torch_dist(path / "dcp", tensors(seed), seed)
 
 
+def write_masters(path: Path, seed: int) -> None:
+    run = unpack_run("0.9.0", path)
+    (run / f"iter_{10 * seed:07d}").rename(path / "dcp")
+    shutil.rmtree(run)
+
+
 def write_adapter(path: Path, seed: int) -> None:
     lora = {f"base.{n}.lora_A.weight": t for n, t in tensors(seed).items() if t.ndim == 2}
     save_file(lora, path / "adapter_model.safetensors")
@@ -95,6 +101,12 @@ def write_zero3(path: Path, seed: int) -> None:
     write_zero(path, seed, 3)
 
 
+def write_universal(path: Path, seed: int) -> None:
+    unpack_recorded(path / "all")
+    (path / f"all/zero2/universal/global_step{seed}").rename(path / f"global_step{seed}")
+    shutil.rmtree(path / "all")
+
+
 def write_orbax(path: Path, seed: int) -> None:
     recorded = Path(__file__).parents[1] / "jax_checkpoints" / "recorded"
     shutil.copytree(recorded / "run" / str(10 * seed), path, dirs_exist_ok=True)
@@ -112,9 +124,11 @@ WRITERS: dict[str, Callable[[Path, int], None]] = {
     "legacy": write_legacy,
     "distributed": write_distributed,
     "megatron": write_megatron,
+    "megatron masters": write_masters,
     "adapter": write_adapter,
     "zero2": write_zero2,
     "zero3": write_zero3,
+    "zero universal": write_universal,
 }
 if find_spec("tensorstore"):  # in make test-jax
     WRITERS |= {"orbax": write_orbax, "orbax files": write_orbax_files}
@@ -129,6 +143,7 @@ def test_damaged_checkpoints(
         (sound / str(seed)).mkdir(parents=True)
         WRITERS[name](sound / str(seed), seed)
     chance = random.Random(f"{name} {campaign.seed}")
+    options = AverageOptions(key="masters" if name == "megatron masters" else None)
     refused = 0
     for number in campaign.until_time_is_up(itertools.count()):
         shutil.rmtree(trial, ignore_errors=True)
@@ -140,12 +155,13 @@ def test_damaged_checkpoints(
         inputs = [_checkpoint(trial / seed) for seed in ("1", "2")]
         began = time.monotonic()
         try:
-            average_checkpoints(inputs, outputs / f"averaged{inputs[0].suffix}")
+            out = outputs / f"averaged{inputs[0].suffix}"
+            average_checkpoints(inputs, out, options=options)
         except LawaError:
             refused += 1
             assert not list(outputs.iterdir()), f"trial {number}"
         with contextlib.suppress(LawaError):
-            inspect_checkpoint(inputs[1])
+            inspect_checkpoint(inputs[1], key=options.key)
         assert time.monotonic() - began < SECONDS, f"trial {number}: {victim.name}"
         trials("damaged checkpoints", 1)
     assert refused or number < 50

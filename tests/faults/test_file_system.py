@@ -52,7 +52,7 @@ REMOVALS = ("unlink", "rmdir", "open", "opendir")  # calls of a removal: what fa
 
 # In `make test` there is time for some.
 LONG = pytest.mark.skipif("LAWA_FAULTS_SECONDS" not in os.environ, reason="make test-faults")
-SHORT = ("average over a folder", "watch", "disk store")
+SHORT = ("average over a folder", "average over a Megatron checkpoint", "watch", "disk store")
 NAMES = [pytest.param(name, marks=() if name in SHORT else LONG) for name in WRITERS]
 
 

@@ -46,6 +46,22 @@ def test_the_best_window_is_reported_tested_and_saved(tmp_path, lr):
     assert same(weights(model), watch.epochs[-1])
 
 
+@pytest.mark.parametrize(("batch_norm", "passes"), [(False, 1 + 2 + 2), (True, 2 + 3 + 3)])
+def test_the_trained_weights_are_validated_once(tmp_path, batch_norm, passes):
+    """With BatchNorm the newest snapshot has other statistics than the trained weights."""
+    started = []
+
+    class Counting(Net):
+        def on_validation_epoch_start(self):
+            started.append(self.trainer.current_epoch)
+
+    averaging = choosing(k=2, batch_norm_batches=3)
+    run = trainer(tmp_path, averaging, max_epochs=3, num_sanity_val_steps=0)
+    run.fit(Counting(batch_norm=batch_norm), loader(), loader(seed=1))
+    assert len(started) == passes
+    assert (averaging.choice.values[1] == averaging.choice.values[0]) is not batch_norm
+
+
 def test_batch_norm_is_that_of_the_chosen_window(tmp_path):
     watch, model = Watch(), Net(batch_norm=True, lr=0.5)
     averaging = LatestWeightAveraging(k=4, choose_window=WindowSearch([2, 4]), batch_norm_batches=3)

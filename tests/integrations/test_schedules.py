@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from support.lightning import QUIET, Net, loader
+from support.lightning import QUIET, Net, loader, weights
 from support.lightning import trainer as lightning_trainer
 from support.transformers import Fails, averaging, history, tiny_model, trainer
 
@@ -120,6 +120,41 @@ def test_a_new_run_begins_the_schedule_again(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="a new window begins"):
         fit(tmp_path, averaging)
     assert averaging.averager.snapshot_steps == [4, 8, 16]
+
+
+def test_a_new_run_drops_samples_that_were_no_snapshot_yet(tmp_path: Path) -> None:
+    averaging = LatestWeightAveraging(k=2, schedule=Every(1), samples=12, min_snapshots=1)
+    with pytest.warns(UserWarning, match="gives 0 snapshots"):
+        fit(tmp_path, averaging, max_epochs=3)
+    assert averaging.averager.newest_step == 9
+    assert not averaging.averager.snapshot_steps
+    with pytest.warns(UserWarning, match="up to step 9 of another one: a new window begins"):
+        fit(tmp_path, averaging, max_epochs=5)
+    assert averaging.averager.snapshot_steps == [12]
+
+
+class Unseen(Net):
+    """It steps without Lightning's optimizer, so `global_step` stays 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.add_(1.0)
+
+
+def test_samples_of_an_optimizer_that_lightning_does_not_know(tmp_path: Path) -> None:
+    averaging = LatestWeightAveraging(k=2, samples=2, min_snapshots=1)
+    model = Unseen()
+    before = weights(model)
+    lightning_trainer(tmp_path, averaging, max_epochs=6).fit(model, loader(), loader(8, seed=9))
+    assert averaging.averager.num_collected == 3
+    found = averaging.averager.average()
+    for name, value in before.items():  # 3 steps an epoch; the mean of epochs 3, 4, 5 and 6
+        assert torch.allclose(found[name], value + 3 * 4.5)
 
 
 @pytest.mark.parametrize(

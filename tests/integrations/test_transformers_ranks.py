@@ -31,6 +31,8 @@ from support.transformers import (
 from torch import Tensor
 from transformers import AutoModelForCausalLM, set_seed
 
+from torch_lawa import WindowSearch
+
 
 def shard_on_cpus() -> None:
     """Let Accelerate use FSDP2 without a GPU, and remember it as it does with one."""
@@ -136,6 +138,43 @@ def test_copies_on_two_processes(tmp_path: Path) -> None:
     folder = tmp_path / "parts" / "checkpoint-6"
     assert (folder / WINDOW).is_file()
     assert same(saved(folder / MODEL), first)
+
+
+def train_choosing(rank: int, folder: str) -> dict[int, float]:
+    """The windows that were chosen, by step."""
+    place, search = Path(folder), WindowSearch(margin=0.5, full_every=3)
+    run: dict[str, Any] = {"max_steps": 12, "per_device_train_batch_size": 2, "learning_rate": 0.3}
+    recorder, plain = Recorder(), tiny_model()
+    whole = averaging(k=4, choose_window=search)
+    ran = trainer(place / "whole", whole, recorder, **run)
+    ran.train()
+    chosen, losses = history(ran, "eval_averaged_k"), history(ran, "eval_averaged_loss")
+    assert list(chosen) == list(range(2, 13, 2))
+    for step, k in chosen.items():
+        steps = range(step - 2 * (int(max(k, 1)) - 1), step + 1, 2)
+        served = recorder.mean(*steps)
+        assert losses[step] == pytest.approx(loss_of(plain, served), abs=1e-5)
+        assert losses[step] <= history(ran, "eval_loss")[step]
+        saved_here = place / "whole" / f"checkpoint-{step}" / MODEL
+        assert saved_here.exists() is (k > 0)
+        assert not k or same(saved(saved_here), served)
+    with pytest.raises(RuntimeError, match="a hook failed"):
+        crashing = averaging(k=4, choose_window=search)
+        trainer(place / "parts", crashing, Fails("on_step_begin", 9), **run).train()
+    dist.barrier()
+    again = averaging(k=4, choose_window=search)
+    resumed = trainer(place / "parts", again, model=tiny_model(seed=99), **run)
+    resumed.train(resume_from_checkpoint=True)
+    assert history(resumed, "eval_averaged_k") == chosen
+    assert history(resumed, "eval_averaged_loss") == losses
+    leave()
+    return chosen
+
+
+def test_two_processes_choose_one_window(tmp_path: Path) -> None:
+    first, second = on_ranks(2, train_choosing, str(tmp_path), join=False)
+    assert first == second
+    assert len(set(first.values())) > 1
 
 
 def train_shards(rank: int, folder: str, kind: str) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ from transformers import EarlyStoppingCallback
 
 from torch_lawa import WindowSearch
 from torch_lawa.errors import ConfigError
+from torch_lawa.integrations.transformers import LatestWeightAveragingTrainer
 
 STEPS = range(2, 13, 2)
 
@@ -68,6 +69,26 @@ def test_the_best_window_is_reported_and_saved(falls: bool, tmp_path: Path) -> N
     assert metrics["eval_averaged_loss"] == pytest.approx(loss_of(model, served, OTHER), abs=1e-6)
     assert callback.choice is before
     assert same(weights_of(model), recorder.weights[12])
+
+
+def test_the_trained_weights_are_evaluated_once(tmp_path: Path) -> None:
+    passes: list[str] = []
+
+    class Counting(LatestWeightAveragingTrainer):
+        def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+            passes.append(kwargs["metric_key_prefix"])
+            return super().evaluation_loop(*args, **kwargs)
+
+    callback = averaging(k=2, choose_window=True)
+    ran = trainer(tmp_path, callback, kind=Counting, max_steps=4)
+    ran.train()
+    assert passes == ["eval", "eval_averaged_k2", "eval"]
+    assert history(ran, "eval_averaged_k1_loss") == history(ran, "eval_loss")
+    # A snapshot that is older than the trained weights is not the same.
+    passes.clear()
+    older = averaging(k=2, choose_window=True, collect_strategy="steps", collect_every=3)
+    trainer(tmp_path / "older", older, kind=Counting, max_steps=6, eval_steps=4).train()
+    assert passes == ["eval_averaged_k1", "eval", "eval_averaged_k2", "eval"]
 
 
 def test_training_is_as_it_would_have_been(tmp_path: Path) -> None:

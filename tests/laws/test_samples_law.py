@@ -16,7 +16,7 @@ from support.models import assert_same_state
 from torch import Tensor, nn
 
 from torch_lawa import Blend, DiskStore, LatestWeightAverager
-from torch_lawa.errors import ConfigError, StateError
+from torch_lawa.errors import ConfigError, NotReadyError, StateError
 from torch_lawa.stores.memory import HostStore
 
 TOLERANCE = {torch.float64: 1e-15, torch.float32: 1e-6, torch.bfloat16: 1e-2}
@@ -44,6 +44,14 @@ class Run:
 
 def averager_of(k: int, samples: int, store: Any = "host", **options: Any) -> LatestWeightAverager:
     return LatestWeightAverager(k, samples=samples, store=store, min_snapshots=1, **options)
+
+
+def test_an_early_average_says_how_many_samples_there_are() -> None:
+    run, averager = Run(), averager_of(2, samples=4)
+    run.collect(averager, 3)
+    assert (averager.newest_step, averager.ready) == (3, False)
+    with pytest.raises(NotReadyError, match="3 of its 4 samples"):
+        averager.average()
 
 
 @pytest.mark.parametrize("store", ["host", "device", "disk"])

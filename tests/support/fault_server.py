@@ -30,6 +30,8 @@ IMPORTED = (
     "torch_lawa.cli.sweep",
     "torch_lawa.cli.watch",
     "torch_lawa.checkpoints.formats.dcp",
+    "torch_lawa.checkpoints.formats.deepspeed",
+    "torch_lawa.checkpoints.formats.megatron_write",
     "torch_lawa.checkpoints.formats.safetensors_torch",
     "torch_lawa.checkpoints.formats.torch_file",
     "torch_lawa.checkpoints.formats.torch_write",

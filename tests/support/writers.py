@@ -1,15 +1,20 @@
 """Everything that writes results: how to run it in a folder, and what it may leave there."""
 
 import pickle
+import shutil
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
+
+from support.deepspeed import save_zero
+from support.megatron import write_torch_dist
 
 __all__ = ["WRITERS", "Tree", "Writer", "lawa", "link_tree", "tensors", "tree"]
 
@@ -38,11 +43,26 @@ class Writer:
 
 
 def tree(folder: Path) -> Tree:
-    """Everything in a folder."""
-    return {
+    """Everything in a folder; of a database of Orbax that was written, what it holds."""
+    found: Tree = {
         str(path.relative_to(folder)): None if path.is_dir() else _contents(path)
         for path in folder.rglob("*")
     }
+    for name in [n for n in found if n.startswith("out/") and n.endswith("/manifest.ocdbt")]:
+        above = name.removesuffix("manifest.ocdbt")
+        found = {
+            n: v for n, v in found.items() if n != name and not f"{n}/".startswith(f"{above}d/")
+        }
+        found |= {above + key: value for key, value in _database(folder / above).items()}
+    return found
+
+
+def _database(folder: Path) -> dict[str, bytes]:
+    """The entries of an OCDBT database, whose files have random names."""
+    import tensorstore
+
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{folder}/"}).result()
+    return {key.decode(): store.read(key).result().value for key in store.list().result()}
 
 
 def _contents(path: Path) -> bytes:
@@ -102,6 +122,27 @@ def distributed(folder: Path) -> None:
     (folder / "run").mkdir()
     for step in (1, 2, 3):
         dcp.save(tensors(step), checkpoint_id=folder / "run" / f"step-{step}", no_dist=True)
+
+
+def megatron(folder: Path) -> None:
+    for step in (1, 2, 3):
+        write_torch_dist(folder / "run" / f"iter_{step:07d}", tensors(step), step)
+
+
+def deepspeed(folder: Path) -> None:
+    for step in (1, 2, 3):
+        found = tensors(step)
+        save_zero(
+            folder / "run" / f"global_step{step}", [{"a.weight": found["a.weight"]}],
+            stage=2, ranks=2, buffers={"count": found["count"]}, step=step,
+        )  # fmt: skip
+
+
+def orbax(folder: Path) -> None:
+    """Two recorded checkpoints, and one of them again as a third."""
+    recorded = Path(__file__).parents[1] / "jax_checkpoints" / "recorded" / "run"
+    for step, name in enumerate(("20", "10", "20"), 1):
+        shutil.copytree(recorded / name, folder / "run" / str(step))
 
 
 def nothing(folder: Path) -> None:
@@ -251,6 +292,9 @@ _ALL = [
     *_average("sharded folder", folders, "out", "--max-shard-size", "1KB"),
     *_average("PyTorch file", torch_files, "out.pt"),
     *_average("distributed checkpoint", distributed, "out"),
+    *_average("Megatron checkpoint", megatron, "out"),
+    *_average("folder from ZeRO", deepspeed, "out"),
+    *(_average("Orbax checkpoint", orbax, "out") if find_spec("tensorstore") else ()),
     Writer("sweep", files, _SWEEP, _SWEPT),
     Writer(
         "watch from the start", files, _WATCH, ("out.safetensors",),

@@ -36,10 +36,10 @@ def show_report(report: Report, console: Console) -> None:
     console.print()
     say(
         console,
-        "Largest: the saving at the one value, of those that the average had and both reached in "
-        "every seed, at which it is largest; a maximum, so it is optimistic. Final, best: at the "
-        "baseline's own last and best value, each seed with its own. ±: standard deviation over "
-        "seeds. Time includes every cost of averaging. The page (-o) defines each number.",
+        "Largest: the largest saving at any value that both reached in every seed; a maximum, so "
+        "it is optimistic. Final, best: the saving at the baseline's own last and best value, each "
+        "seed with its own. ±: standard deviation over seeds. Time includes every cost of "
+        "averaging. The page (-o) defines each number.",
     )
 
 

@@ -208,7 +208,9 @@ def _train(recipe: type[TrainConfig], options: Mapping[str, Any], given: Mapping
             asked = {name: value for name, value in given.items() if name in names}
             config = dataclasses.replace(config.smoke(), **asked)
     except ConfigError as error:
-        raise click.UsageError(str(error)) from None
+        raise click.UsageError(_with_options(str(error), names)) from None
+    if options["resume"] and options["overwrite"]:
+        raise click.UsageError("--resume and --overwrite: give one of them.")
     data = options["data"]
     if options["dry_run"]:
         shown = {"recipe": config.recipe, "seed": options["seed"], "data": data and str(data)}
@@ -229,6 +231,16 @@ def _train(recipe: type[TrainConfig], options: Mapping[str, Any], given: Mapping
     return _run(plan, path, options)
 
 
+def _with_options(message: str, names: set[str]) -> str:
+    """A message about settings, with the options that a user has typed: --land 0.2 for land=0.2."""
+
+    def option(match: re.Match[str]) -> str:
+        name = match[1].replace("_", "-")
+        return f"--{name} " if match[1] in names else match[0]
+
+    return re.sub(r"\b(\w+)=", option, message)
+
+
 def _run(plan: "RunPlan", path: Path, options: Mapping[str, Any]) -> int:
     from lawa_lab.recipes.budgets import BudgetedRun, plan_budgets
     from lawa_lab.recipes.loop import Target
@@ -240,7 +252,7 @@ def _run(plan: "RunPlan", path: Path, options: Mapping[str, Any]) -> int:
     )
     try:
         until = Target.parse(options["until"]) if options["until"] else None
-        if options["budgets"]:
+        if options["budgets"] is not None:
             runs = plan_budgets(plan, options["budgets"], path, if_used=if_used)
         else:
             runs = [BudgetedRun(plan, RunFolder(path, if_used=if_used))]

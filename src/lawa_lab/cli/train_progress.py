@@ -37,9 +37,9 @@ def show_run(
     console = Console(highlight=False)
     config = plan.config
     console.print(
-        f"{config.recipe}, {config.run_name}, seed {plan.seed}: {config.epochs} epochs on "
-        f"{worker.device}{f' × {worker.world_size}' if worker.world_size > 1 else ''}; run folder "
-        f"{path}",
+        f"{config.recipe}, {config.run_name}, seed {plan.seed}: {config.epochs} "
+        f"epoch{'s'[: config.epochs != 1]} on {worker.device}"
+        f"{f' × {worker.world_size}' if worker.world_size > 1 else ''}; run folder {path}",
         soft_wrap=True,
     )
     if not console.is_terminal:

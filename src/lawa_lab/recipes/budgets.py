@@ -35,7 +35,8 @@ def plan_budgets(
     """The runs for these numbers of epochs, each in a folder inside `path`."""
     if not budgets or min(budgets) <= 0 or len(set(budgets)) != len(budgets):
         raise ConfigError(
-            f"budgets={list(budgets)}: give distinct numbers of epochs, such as 30,60"
+            f"--budgets {','.join(map(str, budgets))}: give distinct, positive numbers of epochs, "
+            "such as 30,60"
         )
 
     def make(name: str, **changes: object) -> tuple[RunPlan, RunFolder]:

@@ -145,6 +145,8 @@ class TrainConfig(abc.ABC):
         """
 
     def __post_init__(self) -> None:
+        if self.epochs <= 0:
+            raise ConfigError(f"epochs={self.epochs:g}: must be positive")
         for name, metadata in self.settings().items():
             _check(name, getattr(self, name), metadata)
         if min(self.ks, default=0) < 1 or len(set(self.ks)) != len(self.ks):
@@ -166,11 +168,9 @@ class TrainConfig(abc.ABC):
         one_of("optimizer", self.optimizer, get_args(OptimizerName))
         one_of("schedule", self.schedule, get_args(LearningRateSchedule))
         one_of("land_shape", self.land_shape, get_args(LandingShape))
-        if self.epochs == 0:
-            raise ConfigError("epochs=0: must be positive")
         if self.schedule != "constant" and (self.land or self.schedule_free):
             option = f"land={self.land}" if self.land else f"optimizer={self.optimizer}"
-            raise ConfigError(f"{option}: needs a constant rate, schedule=constant")
+            raise ConfigError(f"{option}: needs a constant rate. Set schedule=constant.")
 
     @classmethod
     def settings(cls) -> dict[str, Mapping[str, Any]]:

@@ -73,15 +73,19 @@ class Target:
             return cls(metric.strip(), float(value))
         except ValueError:
             raise ConfigError(
-                f"target {text!r}: write it as METRIC=VALUE, such as test_accuracy=0.784 or "
+                f"--until {text}: write it as METRIC=VALUE, such as test_accuracy=0.784 or "
                 "valid_loss=3.2"
             ) from None
 
-    def reached(self, row: Row) -> bool:
-        """Whether a row has it."""
+    def check(self, row: Row) -> None:
+        """Raise if a row of any weights does not have the metric."""
         if self.metric not in row:
             names = ", ".join(name for name in row if name.endswith(("_loss", "_accuracy")))
-            raise ConfigError(f"target {self.metric}: this recipe measures {names}")
+            raise ConfigError(f"--until {self.metric}={self.value:g}: this run measures {names}")
+
+    def reached(self, row: Row) -> bool:
+        """Whether a row has it."""
+        self.check(row)
         value = row[self.metric]
         if self.metric.endswith("_loss"):
             return bool(value <= self.value)
@@ -192,6 +196,8 @@ def _loop(
             rows = trainer.evaluate(writer)
             callback.on_rows(rows)
             averages = [row for row in rows if row["weights"] == trainer.averager.kind]
+            if options.until:  # also before the first average, so that a mistake is found at once
+                options.until.check(rows[0])
             if options.until and averages and options.until.reached(averages[0]):
                 reached = averages[0]
                 break

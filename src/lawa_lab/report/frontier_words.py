@@ -68,7 +68,7 @@ def _at_quality(metric: Metric, row: EqualQuality, axis: Axis) -> str:
     if row.saving.num_both < row.saving.num_seeds:
         return (
             f"has {target} after {after} in {row.saving.num_both} of {seeds}, and does not reach "
-            f"it {within} in the others."
+            f"it {within} in the other{'s'[: row.saving.num_seeds - row.saving.num_both != 1]}."
         )
     percent = amount.percent or 0.0
     less = f"{percent:.0f}% less training" if percent >= 0 else f"{-percent:.0f}% more training"

@@ -275,7 +275,7 @@ def _behind(metric: Metric, row: "WindowRow", main: Sequence["MainRow"]) -> str:
     text = f"behind its raw weights in {row.num_behind} of {row.num_compared} evaluations"
     worst = row.worst
     if worst is None:
-        return f"{text}, but never in most of the seeds"
+        return f"{text}, and at no evaluation in most of the seeds"
     axis = main[0].axis if main else "epoch"
     at = f"{axis} {say_number(worst.worst_at)}"
     if worst.worst_by is None:
@@ -291,10 +291,12 @@ def _late(row: "MainRow") -> list[str]:
     for name, saving in (("final", row.final), ("best", row.best)):
         never = sum(s.averaged_at is None for s in saving.by_seed)
         later = sum(s.saved is not None and s.saved < 0 for s in saving.by_seed)
-        times = [f"later in {later}"] * bool(later) + [f"never in {never}"] * bool(never)
-        if times:
-            seeds = say_seeds(saving.num_seeds)
-            parts.append(f"reached their {name} value {' and '.join(times)} of {seeds}")
+        seeds = say_seeds(saving.num_seeds)
+        if later:
+            rarely = f" and never in {never}" if never else ""
+            parts.append(f"reached their {name} value later in {later}{rarely} of {seeds}")
+        elif never:
+            parts.append(f"never reached their {name} value in {never} of {seeds}")
     return parts
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from torch_lawa.checkpoints.formats.registry import format_titles
 from torch_lawa.cli.options import (
     average_options,
     dry_run_option,
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_EXAMPLES = """
+_EXAMPLES = f"""
+Formats: {", ".join(format_titles())}.
+
 \b
 Examples:
   lawa average runs/gpt --last 6 -o averaged             the last six
@@ -100,9 +103,8 @@ def command(
 ) -> None:
     """Average checkpoints: files, folders, patterns, URLs or a run.
 
-    INPUT can be safetensors files, sharded folders, PyTorch files, distributed checkpoints or
-    adapters. Each byte is read once. OUT has the layout of the newest input and contains the exact
-    mean, summed in float64 and rounded once.
+    Each byte of the inputs is read once. OUT has the layout of the newest input and contains the
+    exact mean, summed in float64 and rounded once.
     """
     # NumPy's linear algebra would start a thread per core when it is imported; none is used here.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

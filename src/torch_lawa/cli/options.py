@@ -40,7 +40,9 @@ Decorator = Callable[[Command], Command]
 _Number = TypeVar("_Number", int, float)
 
 key_option = click.option(
-    "--key", metavar="KEY", help="Entry of a checkpoint that holds the weights, such as ema."
+    "--key",
+    metavar="KEY",
+    help="Entry of a checkpoint that holds the weights, such as ema; of Megatron's also masters.",
 )
 threads_option = click.option(
     "--threads",

@@ -68,12 +68,18 @@ class Output:
         return sum(t.target.nbytes for shard in self.shards for t in shard.tensors)
 
     @property
-    def space(self) -> int:
-        """Bytes of disk needed while it is written: twice its size where values are converted."""
+    def num_bytes_copied(self) -> int:
+        """Bytes of what is copied from the newest input."""
         copied = sum(location.size for location in self.copied)
         if self.writer.copies_newest and not self.writer.in_place:
             copied += sum(file.size for file in self.newest.walk())
-        return self.num_bytes * (1 if self.writer.convert is None else 2) + copied
+        return copied
+
+    @property
+    def space(self) -> int:
+        """Bytes of disk needed while it is written: twice its size where values are converted."""
+        values = self.num_bytes * (1 if self.writer.convert is None else 2)
+        return values + self.num_bytes_copied
 
     def announce(self) -> None:
         """Tell the programs that read such checkpoints of one that has been published."""

@@ -93,12 +93,16 @@ class AveragePlan:
         lines.append(
             f"Tensors: {len(averaged)} averaged ({', '.join(dtypes) or 'none'}; "
             f"{sum(t.target.numel for t in averaged):,} values), "
-            f"{len(self.tensors) - len(averaged)} from the newest, {len(self.aliases)} tied names."
+            f"{len(self.tensors) - len(averaged)} from the newest, "
+            f"{len(self.aliases)} tied name{'s'[: len(self.aliases) != 1]}."
         )
         lines.append(
             f"Reads {format_bytes(self.bytes_read)}, writes {format_bytes(self.bytes_written)}:"
         )
         copied = f" and {len(self.output.copied)} copied files" if self.output.copied else ""
+        if self.output.writer.copies_newest:  # it may be much larger than the weights
+            size = format_bytes(self.output.num_bytes_copied)
+            copied = f", a copy of the newest ({size}) with these values"
         lines.append(f"  {self.output.location}: {self.output.describe()}{copied}")
         lines += [f"Note: {note}" for note in self.notes]
         return "\n".join(lines)
@@ -189,7 +193,11 @@ def plan_average(
         options = replace(options, coefficients=_explicit(found, many, weights, options))
     chosen, location = select(found, **selection), parse_location(output)
     if best is None or metric is None:
-        plan = plan_found(chosen.found, location, options, notes=chosen.notes, overwrite=overwrite)
+        notes = chosen.notes
+        if horizon is not None and len(chosen.found) == 1:
+            single = f"--horizon {horizon:g} contains a single checkpoint: nothing to average."
+            notes = (*notes, single)
+        plan = plan_found(chosen.found, location, options, notes=notes, overwrite=overwrite)
         return replace(plan, horizon=horizon)
     file = None if metrics is None else Path(metrics)
     unspaced = replace(chosen, notes=found.notes)  # the best are not evenly spaced
@@ -287,7 +295,8 @@ def _notes(
     statistics = sum(t.name.endswith("running_mean") for t in tensors)
     if statistics and options.buffers == "newest":
         notes.append(
-            f"BatchNorm's running statistics ({statistics} layers) come from the newest "
+            f"BatchNorm's running statistics ({statistics} layer{'s'[: statistics != 1]}) come "
+            "from the newest "
             "checkpoint; re-estimate them before use (torch_lawa.recalibrate_batch_norm)."
         )
     if links := links_out(opened[-1]):

@@ -14,7 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_lawa.checkpoints.find.select import FoundCheckpoint, find_checkpoints, select
+from torch_lawa.checkpoints.find.select import (
+    FoundCheckpoint,
+    find_checkpoints,
+    require_number,
+    select,
+)
 from torch_lawa.checkpoints.find.step_names import few
 from torch_lawa.checkpoints.formats.base import TensorSpec
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
@@ -171,18 +176,13 @@ def plan_sweep(
             raise ConfigError(f"{name}={getattr(options, name)!r}: not supported by a sweep.")
     many = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
     chosen = select(find_checkpoints(many, key=options.key), start=start, stop=stop, every=every)
-    found = chosen.found
     if chosen.ordered_by == "given":
         raise ConfigError(
             f"{many[0]}: a sweep needs checkpoints with a step or epoch in their names or contents."
         )
-    numbers = chosen.numbers
-    missing = [step for step in at or () if step not in numbers]
-    if missing:
-        raise ConfigError(
-            f"--at {missing[0]}: there is no checkpoint at this {chosen.ordered_by}; there are "
-            f"{few(numbers, limit=20)}."
-        )
+    found, numbers = chosen.found, chosen.numbers
+    for step in at or ():
+        require_number(chosen.ordered_by, numbers, step)
     by_step = chosen.ordered_by == "step"
     windows = tuple(
         SweepWindow(k, end, f.step if by_step else None, f.epoch, share)

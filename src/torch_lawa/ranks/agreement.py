@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FailTogether",
     "all_gather",
+    "all_true",
     "check_same_call",
     "check_same_choice",
     "check_same_decision",
@@ -63,16 +64,27 @@ def check_same_decision(model: nn.Module | Mapping[str, Tensor], due: bool, call
 
 def check_same_choice(model: nn.Module, k: int, group: "ProcessGroup | None" = None) -> None:
     """Refuse a window that only some ranks chose, of a sharded model or of the group's ranks."""
-    groups = _groups(model, copies=True)
-    if group is not None and torch.distributed.get_world_size(group) > 1:
-        groups.append(group)
-    for each in groups:
+    for each in _sharing(model, group):
         ks = all_gather("choosing a window", k, each)
         if len(set(ks)) > 1:
             raise ConfigError(
                 f"the ranks chose different windows (k = {', '.join(map(str, ks))}), so they would "
                 "serve different weights: evaluate to the same value on every rank (all-reduce it)."
             )
+
+
+def all_true(where: str, model: nn.Module, yes: bool, group: "ProcessGroup | None" = None) -> bool:
+    """Whether it is true on all ranks that share a model, or that are in the group."""
+    for each in _sharing(model, group):
+        yes = all(all_gather(where, yes, each))
+    return yes
+
+
+def _sharing(model: nn.Module, group: "ProcessGroup | None") -> "list[ProcessGroup]":
+    groups = _groups(model, copies=True)
+    if group is not None and torch.distributed.get_world_size(group) > 1:
+        groups.append(group)
+    return groups
 
 
 def _groups(model: nn.Module | Mapping[str, Tensor], *, copies: bool) -> "list[ProcessGroup]":

@@ -95,6 +95,25 @@ def test_a_blend_is_estimated_anew_as_its_live_weights_change() -> None:
     assert run.cache.state_dict(run.averager) == {}
 
 
+def test_samples_since_the_newest_snapshot_change_the_average() -> None:
+    run = Run()
+    run.averager = LatestWeightAverager(k=1, samples=2)
+    found = []
+    for step in (1, 2, 3, 4):
+        run.collect(step)
+        if run.averager.ready:
+            found.append(run.statistics())
+    assert run.num_reads == len(found) == 3
+    assert not torch.equal(found[0], found[1])
+    assert not torch.equal(found[1], found[2])
+    assert torch.equal(run.statistics(), found[2])
+    assert run.num_reads == 3
+    assert run.cache.state_dict(run.averager)["steps"] == [4]
+    run.collect(5)
+    run.statistics()
+    assert run.cache.state_dict(run.averager)["steps"] == [4, 5]
+
+
 def test_nested_windows_have_statistics_of_their_own() -> None:
     run = Run()
     run.averager = LatestWeightAverager(k=2)

@@ -51,8 +51,8 @@ def test_torch_calls_one_minus_alpha_the_decay() -> None:
         (lambda: Explicit([1, 0]), "the last weight"),
         (lambda: Explicit([1, 2]).weights(3), "2 weights.* 3 snapshots"),
         (lambda: Explicit([1, -1]).weights(2), "sum to 0"),
-        (lambda: Blend(0.0), r"blend=0.0.*in \(0, 1\]"),
-        (lambda: Blend(1.2), r"blend=1.2.*in \(0, 1\]"),
+        (lambda: Blend(0.0), r"blend=0.0.*at most 1"),
+        (lambda: Blend(1.2), r"blend=1.2.*at most 1"),
         (lambda: Blend(0.5, Blend(0.5)), "a blend already"),
     ],
 )

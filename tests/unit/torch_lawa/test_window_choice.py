@@ -56,6 +56,22 @@ def test_the_newest_snapshot_is_not_the_live_weights() -> None:
     assert choice.values == {0: 96.0, 1: 0.0, 2: 1.0}
 
 
+def test_raw_weights_that_are_the_newest_snapshot_are_measured_once() -> None:
+    model, averager = collected([2.0, 4.0, 6.0, 8.0])
+    seen: list[float] = []
+
+    def evaluate(model: nn.Module) -> float:
+        seen.append(next(model.parameters()).item())
+        return seen[-1]
+
+    chooser = WindowChooser(averager, evaluate)
+    assert chooser.choose(model).values == {0: 8.0, 1: 8.0, 2: 7.0, 4: 5.0}
+    assert seen == [8.0, 7.0, 5.0]
+    model.weight.data.fill_(9.0)  # training went on
+    assert chooser.choose(model).values == {0: 9.0, 1: 8.0, 2: 7.0, 4: 5.0}
+    assert seen[3:] == [9.0, 8.0, 7.0, 5.0]
+
+
 def test_windows_that_are_not_there_yet_are_not_measured() -> None:
     model, averager = collected([], k=16)
     chooser = WindowChooser(averager, distance_to(0.0))
@@ -129,7 +145,7 @@ def test_a_value_of_the_raw_weights_saves_an_evaluation() -> None:
     calls = []
     chooser = WindowChooser(averager, lambda model: calls.append(1) or 5.0)  # type: ignore[func-returns-value]
     choice = chooser.choose(model, raw=4.0)
-    assert (choice.k, choice.values, len(calls)) == (0, {0: 4.0, 1: 5.0, 2: 5.0}, 2)
+    assert (choice.k, choice.values, len(calls)) == (0, {0: 4.0, 1: 4.0, 2: 5.0}, 1)
 
 
 def test_a_failed_evaluation_changes_nothing() -> None:
@@ -201,16 +217,32 @@ def test_one_search_serves_two_choosers() -> None:
         {"ks": []},
         {"ks": [0, 2]},
         {"ks": [1.5]},
+        {"ks": 4},
         {"mode": "lowest"},
         {"margin": 1.0},
         {"margin": -0.1},
         {"margin": math.nan},
+        {"margin": "1 %"},
         {"full_every": 0},
     ],
 )
 def test_mistakes_are_found_at_once(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(options))}="):
         WindowSearch(**options)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "match"),
+    [(0, None, "averager=None"), (1, 3, "evaluate=3"), (2, [2, 4], r"search=\[2, 4\]")],
+)
+def test_arguments_of_a_chooser(place: int, value: Any, match: str) -> None:
+    model, averager = collected([2.0, 4.0])
+    given: list[Any] = [averager, distance_to(4.0), None]
+    with pytest.raises(ConfigError, match="raw is a str"):
+        WindowChooser(*given).choose(model, raw="low")  # type: ignore[arg-type]
+    given[place] = value
+    with pytest.raises(ConfigError, match=match):
+        WindowChooser(*given)
 
 
 def test_a_window_larger_than_the_ring_is_refused() -> None:

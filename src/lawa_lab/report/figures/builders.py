@@ -398,7 +398,8 @@ def _behind(scene: Scene, run: Run) -> list[Panel]:
     panels = []
     for report in scene.shown:
         rows = [row for row in report.windows if row.run == run.name]
-        if not any(row.behind for row in rows):
+        once = all(row.num_compared <= len(run.seeds) for row in rows)  # one moment of the run
+        if once or not any(row.behind for row in rows):
             continue
         lines = [line for index, row in enumerate(rows) for line in _bars(scene, run, row, -index)]
         first: dict[str, Line] = {}

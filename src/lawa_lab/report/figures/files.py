@@ -99,6 +99,11 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "run"
 
 
+def _height(panel: Panel) -> float:
+    """In inches; a panel with a few named rows needs less than one with a scale."""
+    return min(_HEIGHT, 1.3 + 0.3 * len(panel.y_labels)) if panel.y_labels else _HEIGHT
+
+
 def draw(drawing: Drawing) -> "Figure":
     """All panels of a figure, with its legend."""
     num_columns = min(len(drawing.panels), 2)
@@ -109,7 +114,7 @@ def draw(drawing: Drawing) -> "Figure":
     beside = num_columns * num_rows > len(drawing.panels)  # the legend goes into the free cell
     above = 0.0 if beside else 0.25 * (bool(drawing.title) - (-len(names) // num_fitting))
     figure: Figure = matplotlib("figure").Figure(
-        figsize=(wide, _HEIGHT * num_rows + above), layout="constrained"
+        figsize=(wide, max(map(_height, drawing.panels)) * num_rows + above), layout="constrained"
     )
     grid = figure.subplots(num_rows, num_columns, squeeze=False).ravel().tolist()
     handles: dict[str, Any] = {}
@@ -158,7 +163,9 @@ def _fitting(names: Sequence[str], wide: float) -> int:
 
 def draw_panel(panel: Panel) -> "Figure":
     """One panel without a legend, so that panels can stack on a narrow page."""
-    figure: Figure = matplotlib("figure").Figure(figsize=(4.7, 3.4), layout="constrained")
+    figure: Figure = matplotlib("figure").Figure(
+        figsize=(4.7, _height(panel)), layout="constrained"
+    )
     fill(figure.subplots(), panel)
     return figure
 

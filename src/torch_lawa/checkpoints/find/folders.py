@@ -14,7 +14,7 @@ from torch_lawa.checkpoints.find.step_names import (
     reason_against,
 )
 from torch_lawa.checkpoints.formats.base import TrainingProgress
-from torch_lawa.checkpoints.formats.registry import FORMATS, file_suffixes, format_of_folder
+from torch_lawa.checkpoints.formats.registry import file_suffixes, folder_names, format_of_folder
 from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import FormatError
 
@@ -117,8 +117,8 @@ class FolderContents:
         text = f"{self.folder}: no checkpoint here or one folder down"
         if self.left_out:
             return text + f"; found {describe_left_out(self.left_out)}."
-        files = [f.folder_files[0] for f in FORMATS.values() if f.folder_files]
-        return text + f"; looked for {', '.join(files)}, *{', *'.join(file_suffixes())}."
+        files = ", ".join(folder_names())
+        return text + f"; looked for {files}, *{', *'.join(file_suffixes())}."
 
 
 def describe_left_out(left_out: dict[str, str]) -> str:

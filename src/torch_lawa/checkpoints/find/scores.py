@@ -85,10 +85,15 @@ def choose_best(
     pairs = zip(discovery.found, scores, strict=True)
     missing = few(each.label for each, value in pairs if value is None)
     if len(scored) < best:
+        if not missing:
+            raise ConfigError(
+                f"--best {best}, but there are only {len(scored)} checkpoints to choose from. Use "
+                f"--best {len(scored)} or fewer."
+            )
         raise ConfigError(
             f"--best {best}, but only {len(scored)} of {len(scores)} checkpoints have a value of "
-            f"{metric}{f' (none for {missing})' if missing else ''}. Use --best "
-            f"{len(scored)} or fewer, or pass the values with --metrics FILE."
+            f"{metric} (none for {missing}). Use --best {len(scored)} or fewer, or pass the values "
+            "with --metrics FILE."
         )
     sign = 1 if mode == "min" else -1
     ranked = sorted(scored, key=lambda pair: (sign * pair[1], -pair[0]))

@@ -19,7 +19,7 @@ from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import ConfigError, FormatError, LawaError
 from torch_lawa.schedule import check_share, num_within
 
-__all__ = ["Discovery", "FoundCheckpoint", "find_checkpoints", "select"]
+__all__ = ["Discovery", "FoundCheckpoint", "find_checkpoints", "require_number", "select"]
 
 Number = Literal["step", "epoch"]
 _NUMBERS: tuple[Number, ...] = ("step", "epoch")  # in the order of preference
@@ -257,18 +257,25 @@ def _select_numbers(
     ]
     if not kept:
         raise ConfigError(f"the selection matches no checkpoint; found {_range(discovery)}.")
-    numbers = [number for _, number in kept]
-    if at is not None and at not in numbers:
+    if at is not None:
+        require_number(discovery.ordered_by, [number for _, number in kept], at)
+    return tuple(each for each, number in kept if at is None or number <= at)
+
+
+def require_number(ordered_by: str, numbers: Sequence[int], at: int) -> None:
+    """Raise if no checkpoint has this step or epoch."""
+    if at not in numbers:
         nearest = sorted(sorted(numbers, key=lambda n: abs(n - at))[:2])
         raise ConfigError(
-            f"no checkpoint has {discovery.ordered_by} {at}. The nearest: {few(nearest)}."
+            f"--at {at}: no checkpoint has {ordered_by} {at}. The nearest: {few(nearest)}."
         )
-    return tuple(each for each, number in kept if at is None or number <= at)
 
 
 def _check_values(values: dict[str, int | None]) -> None:
     for name, value in values.items():
         least = 1 if name in ("last", "every") else 0  # some count epochs from 0
+        if value is not None and not hasattr(value, "__index__"):
+            raise ConfigError(f"--{name} {value!r}: it must be a whole number.")
         if value is not None and value < least:
             raise ConfigError(f"--{name} {value}: it must be at least {least}.")
 

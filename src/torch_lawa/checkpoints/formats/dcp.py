@@ -162,11 +162,11 @@ class DistributedCheckpoint(Checkpoint):
             self._loaded[chunk] = found
         return found
 
-    def _load_item(self, name: str, chunk: Chunk) -> Any:
+    def _load_item(self, name: str, chunk: Chunk, *, any_name: bool = False) -> Any:
         end = chunk.offset + chunk.length
         source, location = self._sources[chunk.file], self._folder.child(chunk.file)
         try:
-            return load_archive(source, location, chunk.offset, end)
+            return load_archive(source, location, chunk.offset, end, any_name=any_name)
         except FormatError as error:
             raise FormatError(f"{error} (Bytes {chunk.offset} to {end}, for {name!r}.)") from None
 

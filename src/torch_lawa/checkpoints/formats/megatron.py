@@ -178,19 +178,22 @@ class MegatronCheckpoint(DistributedCheckpoint):
         return StoredTensor(whole.storage, spec, whole.offset + first * step, stride)
 
     def _find_progress(self, metadata: DistributedMetadata) -> TrainingProgress:
-        """The iteration in the common state: a file or, in newer releases, one of the objects."""
+        """The iteration in the common state: a file or, in newer releases, one of the objects.
+
+        The arguments of the training script are beside it, and may be objects of any class.
+        """
         file = self._folder.child("common.pt")
         try:
             if not file.is_file():
                 chunk = metadata.locate("common_state/shard_0_1", None, ())
                 self._check_range("common_state", chunk)
-                return find_progress(self._load_item("common_state", chunk))
+                return find_progress(self._load_item("common_state", chunk, any_name=True))
             source = file.open()
             try:
-                return find_progress(load_archive(source, file))
+                return find_progress(load_archive(source, file, any_name=True))
             finally:
                 source.close()
-        except FormatError:  # missing, or with objects that are not plain values
+        except FormatError:  # missing or damaged; nothing else depends on it
             return TrainingProgress()
 
     def _note_folders(self) -> Iterator[str]:

@@ -31,11 +31,12 @@ __all__ = [
     "FormatWriter",
     "StagedValues",
     "checkpoint_parts",
-    "describe_formats",
     "file_suffixes",
+    "folder_names",
     "format_of_file",
     "format_of_folder",
     "format_of_layout",
+    "format_titles",
     "is_checkpoint_file",
     "is_checkpoint_folder",
     "open_checkpoint",
@@ -96,7 +97,7 @@ class Format:
 
     name: str  # in plans and for programs
     title: str  # in messages: "PyTorch file"
-    description: str  # one line for documentation and --help
+    description: str  # one line for documentation
     open: "Callable[[Location, str | None], Checkpoint]"  # a file or folder, and --key
     suffixes: tuple[str, ...] = ()
     folder_files: tuple[str, ...] = ()
@@ -136,6 +137,12 @@ def file_suffixes() -> tuple[str, ...]:
     return tuple(suffix for known in FORMATS.values() for suffix in known.suffixes)
 
 
+def folder_names() -> list[str]:
+    """A file of each kind of folder, by which it is recognised; for messages."""
+    found = [known.folder_files[0] for known in FORMATS.values() if known.folder_files]
+    return list(dict.fromkeys(found))  # two formats may have the same
+
+
 def output_layouts() -> tuple[str, ...]:
     """The values of `--layout`.
 
@@ -147,24 +154,13 @@ def output_layouts() -> tuple[str, ...]:
     )
 
 
-def describe_formats() -> list[str]:
-    """One line per format, for documentation and `--help`.
+def format_titles() -> tuple[str, ...]:
+    """The formats as messages and `--help` call them.
 
-    >>> print(*describe_formats(), sep="\\n")
-    safetensors: one safetensors file (.safetensors); read, write
-    torch: file of torch.save: a state dict, alone or nested (.pt .pth .bin .ckpt .tar); read, write
-    megatron: torch_dist folder of Megatron-Core or NeMo, from any number of ranks; read, write
-    distributed: folder of torch.distributed.checkpoint, from any number of ranks; read, write
-    huggingface: folder that from_pretrained loads: one file or shards, also PEFT adapters; read
-    deepspeed: folder of DeepSpeed: ZeRO 1, 2, 3 or universal, from any number of ranks; read
-    orbax: folder of Orbax (JAX): OCDBT or zarr, with tensorstore; read, write
+    >>> format_titles()[:3]
+    ('safetensors', 'PyTorch file', 'Megatron checkpoint')
     """
-    lines = []
-    for known in FORMATS.values():
-        suffixes = f" ({' '.join(known.suffixes)})" if known.suffixes else ""
-        uses = "read, write" if known.writer else "read"
-        lines.append(f"{known.name}: {known.description}{suffixes}; {uses}")
-    return lines
+    return tuple(known.title for known in FORMATS.values())
 
 
 def format_of_file(location: "Location") -> Format | None:
@@ -231,7 +227,7 @@ def open_checkpoint(location: "Location", *, key: str | None = None) -> "Checkpo
     if location.is_folder():
         found = format_of_folder([child.name for child in location.children()])
         if found is None:
-            known = ", ".join(f.folder_files[0] for f in FORMATS.values() if f.folder_files)
+            known = ", ".join(folder_names())
             raise FormatError(f"{location}: no checkpoint here: looked for {known}, …")
         return found.open(location, key)
     if not location.is_file():

@@ -200,7 +200,8 @@ class RemoteURL(Location):
         self.fs, self._path, self._protocol = fs, path.rstrip("/"), protocol
 
     def __str__(self) -> str:
-        return f"{self._protocol}://{self._path.lstrip('/')}"
+        start = f"{self._protocol}://"  # for HTTP, fsspec's paths are whole URLs
+        return self._path if self._path.startswith(start) else start + self._path.lstrip("/")
 
     def __repr__(self) -> str:
         return f"RemoteURL({str(self)!r})"

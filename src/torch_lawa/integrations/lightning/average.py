@@ -29,7 +29,7 @@ from torch_lawa.integrations.random_state import preserved_rng
 from torch_lawa.ranks.agreement import check_same_choice
 from torch_lawa.swap import swapped
 from torch_lawa.validation import whole_number
-from torch_lawa.window_choice import WindowChoice, WindowSearch
+from torch_lawa.window_choice import WindowChoice, WindowSearch, newest_is_live
 
 __all__ = ["ModuleAverage"]
 
@@ -116,7 +116,8 @@ class ModuleAverage:
         release_gathered(model)
         self._owner = weakref.ref(trainer.lightning_module)
         # `global_step` does not move for optimizers that Lightning does not know.
-        advanced = not self.averager.snapshot_steps or step > self.averager.snapshot_steps[-1]
+        newest = self.averager.newest_step
+        advanced = newest is None or step > newest
         self.averager.collect(model, step=step if advanced else None)
 
     def swap_in(self, trainer: Trainer) -> None:
@@ -132,6 +133,17 @@ class ModuleAverage:
         swap, self._swap = self._swap, None
         if swap is not None:
             swap.close()
+
+    def newest_is_trained(self, trainer: Trainer) -> bool:
+        """Whether the newest snapshot will be validated anyway, as the trained weights."""
+        # Schedule-free optimizers change the weights for an evaluation.
+        changes = any(callable(getattr(each, "eval", None)) for each in trainer.optimizers)
+        if changes or self.batch_norm.needed(trainer.lightning_module):
+            return False
+        model = trained_model(trainer)
+        release_gathered(model)
+        group = torch.distributed.group.WORLD if trainer.world_size > 1 else None
+        return newest_is_live(self.averager, model, group)
 
     def choose(
         self, trainer: Trainer, logged: Mapping[int, Mapping[str, Any]], spent: float

@@ -231,11 +231,11 @@ class LatestWeightAveraging(Callback):
                 "choose_window: this run has no validation to compare windows with. Pass "
                 "val_dataloaders to fit, or leave choose_window out."
             )
-        step, steps = trainer.global_step, self.averager.snapshot_steps
-        if steps and (steps[-1] > step or not average.belongs_to(pl_module)):
+        step, newest = trainer.global_step, self.averager.newest_step
+        if newest is not None and (newest > step or not average.belongs_to(pl_module)):
             rank_zero_warn(
-                f"This run is at step {step} and the window was collected up to step {steps[-1]} "
-                "of another one: a new window begins."
+                f"This run is at step {step} and the window was collected up to step {newest} of "
+                "another one: a new window begins."
             )
             average.begin(pl_module)
         if step == 0:

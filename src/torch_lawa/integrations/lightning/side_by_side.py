@@ -65,8 +65,9 @@ class _TwiceLoop(EvaluationLoop):
     averages: list[ModuleAverage]
     logged: list[_Logged] | None  # while averaged weights are evaluated, what they logged
     others: list[_Logged]  # what averaged weights logged in this evaluation, renamed
-    # To choose from: what each window logged, by the average's name and k; and the seconds.
-    windows: dict[str, tuple[dict[int, list[_Logged]], float]]
+    # To choose from: what each window logged, by the average's name and k; and the seconds. None
+    # stands for what the trained weights will log.
+    windows: dict[str, tuple[dict[int, list[_Logged] | None], float]]
     outputs: list[dict[str, Tensor]]  # what is returned: one dict per loader
     generators: dict[torch.Generator, Tensor]  # of the loaders, before averaged weights used them
 
@@ -87,11 +88,15 @@ class _TwiceLoop(EvaluationLoop):
     def _chooses(self, average: ModuleAverage) -> bool:
         return average.search is not None and self.trainer.state.fn == "fit"
 
-    def _run_windows(self, average: ModuleAverage) -> tuple[dict[int, list[_Logged]], float]:
+    def _run_windows(self, average: ModuleAverage) -> tuple[dict[int, list[_Logged] | None], float]:
         assert average.search is not None
-        clock, found = ActClock(self.trainer.lightning_module), {}
+        clock = ActClock(self.trainer.lightning_module)
+        found: dict[int, list[_Logged] | None] = {}
         with clock("choose"):
             for k in average.search.candidates(average.averager):
+                if k == 1 and average.newest_is_trained(self.trainer):
+                    found[k] = None
+                    continue
                 average.trial = k
                 try:
                     found[k] = self._run_averaged(average)
@@ -162,8 +167,8 @@ class _TwiceLoop(EvaluationLoop):
 
     def _chosen(self, average: ModuleAverage, trained: list[_Logged]) -> list[_Logged]:
         """Choose a window, now that the trained weights are validated: its values, renamed."""
-        windows, seconds = self.windows.pop(average.name)
-        windows = {0: trained, **windows}
+        found, seconds = self.windows.pop(average.name)
+        windows = {0: trained, **{k: trained if w is None else w for k, w in found.items()}}
         values = {k: {each.name: each.value for each in logged} for k, logged in windows.items()}
         k = average.choose(self.trainer, values, seconds)
         facts = {"k": float(k), "seconds": seconds}

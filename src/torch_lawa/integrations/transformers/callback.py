@@ -27,7 +27,7 @@ from torch_lawa.schedule import Every, Schedule, choose_schedule
 from torch_lawa.selection import FrozenRule
 from torch_lawa.stores.base import Store
 from torch_lawa.validation import one_of
-from torch_lawa.window_choice import WindowChoice, WindowSearch, search_for
+from torch_lawa.window_choice import WindowChoice, WindowSearch, newest_is_live, search_for
 
 __all__ = ["CollectStrategy", "LatestWeightAveragingCallback", "Metrics", "selects_average"]
 
@@ -181,6 +181,17 @@ class LatestWeightAveragingCallback(TrainerCallback):
             yield
         finally:
             self._trial = None
+
+    def newest_is_trained(self, trainer: Trainer) -> bool:
+        """Whether the newest snapshot will be evaluated anyway, as the trained weights."""
+        model: nn.Module = trainer.model  # type: ignore[assignment]  # may be None for Trainer
+        # Schedule-free optimizers change the weights for an evaluation. Accelerate wraps them all.
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        changes = callable(getattr(optimizer, "eval", None))
+        if changes or self._batch_norm.needed(model):
+            return False
+        group = torch.distributed.group.WORLD if trainer.args.world_size > 1 else None
+        return newest_is_live(self.averager, model, group)
 
     def choose(
         self, trainer: Trainer, metrics: Mapping[int, Mapping[str, float]], seconds: float

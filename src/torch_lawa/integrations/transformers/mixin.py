@@ -109,18 +109,22 @@ class LatestWeightAveragingMixin(_Base):
         prefix = kwargs[_PREFIX]
         clock, windows, chosen = ActClock(self._trained), {}, {}
         with clock("choose"):
-            for k in search.candidates(averaging.averager):
+            candidates = search.candidates(averaging.averager)
+            again = 1 in candidates and averaging.newest_is_trained(self)
+            for k in candidates[again:]:
                 with averaging.trying(k):
                     found = self._evaluate_average(averaging, args, kwargs, f"averaged_k{k}")
                 windows[k] = _renamed(found, f"{prefix}_averaged_k{k}", prefix)
         seconds = clock.take()["choose"]
 
         def choose(trained: Mapping[str, float]) -> None:
-            measured = {0: trained, **windows}
+            measured = {0: trained, **({1: trained} if again else {}), **windows}
             k = averaging.choose(self, measured, seconds)
             chosen.update(_renamed(measured[k], prefix, f"{prefix}_averaged"))
             chosen.update({f"{prefix}_averaged_k": k, f"{prefix}_averaged_seconds": seconds})
             report = dict(chosen)  # as `evaluate` reports: callbacks may monitor it
+            if again:
+                report |= _renamed(trained, prefix, f"{prefix}_averaged_k1")
             self.log(report)
             self.control = self.callback_handler.on_evaluate(
                 self.args, self.state, self.control, report

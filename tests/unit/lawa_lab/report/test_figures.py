@@ -1,6 +1,7 @@
 """What is drawn, read back from the drawn artists."""
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,21 @@ def test_bars_mark_the_stretches_in_which_the_average_was_behind(
     (line,) = [line for line in panel.lines if line.mean[0] == -place and line.style.width > 5]
     ends = [(a + 0.5, b - 0.5) for a, b in zip(line.at[::3], line.at[1::3], strict=True)]
     assert ends == [(stretch.begin, stretch.end) for stretch in rows[place].behind]
+
+
+def test_bars_of_one_moment_are_not_drawn_and_few_rows_are_low(drawn: dict[str, Drawing]) -> None:
+    for num_epochs, is_drawn in ((1, False), (2, True)):
+        rows = [
+            {"recipe": "r", "run": "a", "seed": 0, "epoch": epoch, "weights": weights, "k": k,
+             "test_loss": loss / epoch}
+            for epoch in range(1, num_epochs + 1)
+            for weights, k, loss in (("raw", None, 1.0), ("averaged", 2, 3.0))
+        ]  # fmt: skip
+        found = {drawing.kind.name for drawing in drawings([run_of(rows)])}
+        assert ("behind" in found) is is_drawn
+    few = replace(drawn["behind"].panels[0], y_labels=("k = 3",))
+    heights = [draw_panel(panel).get_figheight() for panel in (few, drawn["behind"].panels[0])]
+    assert heights[0] < heights[1] / 2
 
 
 def test_other_methods_have_a_figure() -> None:

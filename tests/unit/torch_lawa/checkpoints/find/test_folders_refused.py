@@ -9,7 +9,7 @@ from torch_lawa.checkpoints.find.select import find_checkpoints
 from torch_lawa.errors import FormatError
 
 REFUSED: dict[str, tuple[list[str], str]] = {
-    "nothing": ([], "no checkpoint here or one folder down; looked for .*model.safetensors"),
+    "nothing": ([], r"no checkpoint here or one folder down; looked for \.metadata, model\.saf"),
     "DeepSpeed without rank 0": (
         ["global_step5/zero_pp_rank_1_mp_rank_00_optim_states.pt", "latest"],
         r"global_step5 \(a DeepSpeed checkpoint without the files of rank 0",

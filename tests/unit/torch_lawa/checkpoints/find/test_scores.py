@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_lawa import average_checkpoints, inspect_checkpoint, plan_average
+from torch_lawa import average_checkpoints, inspect_checkpoint, plan_average, plan_sweep
 from torch_lawa.checkpoints.find.scores import choose_best, find_scores, mode_of
 from torch_lawa.checkpoints.find.select import Discovery, FoundCheckpoint
 from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
@@ -134,6 +134,24 @@ def test_checkpoints_without_a_value_are_left_out_and_ties_are_named(tmp_path: P
     assert "step 200 and step 100 have the same loss" in notes
     with pytest.raises(ConfigError, match=r"only 2 of 4 checkpoints.*--best 2 or fewer"):
         plan_average(run, tmp_path / "mean", best=3, metric="loss", metrics=file)
+    with pytest.raises(ConfigError, match=r"there are only 2 checkpoints.*--best 2 or fewer"):
+        plan_average(run, tmp_path / "mean", best=3, metric="loss", metrics=file, stop=200)
+
+
+def test_a_step_that_does_not_exist_has_neighbours(tmp_path: Path) -> None:
+    run = save_steps(tmp_path / "run")
+    for plan in (
+        lambda: plan_sweep(run, [2], at=[200, 350]),
+        lambda: plan_average(run, tmp_path / "mean", last=2, at=350),
+    ):
+        with pytest.raises(ConfigError, match=r"--at 350: .* The nearest: 300, 400"):
+            plan()
+
+
+def test_a_horizon_with_one_checkpoint_is_noted(tmp_path: Path) -> None:
+    run = save_steps(tmp_path / "run")
+    notes = [plan_average(run, tmp_path / "mean", horizon=h).notes for h in (0.2, 0.5)]
+    assert ["nothing to average" in "; ".join(each) for each in notes] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def test_a_selection(arguments: dict[str, Any], expected: list[int], by: str) ->
         ({"at": 350}, "step 350. The nearest: 300, 400"),
         ({"at": 600}, "step 600. The nearest: 400, 500"),
         ({"at": 300, "every": 200}, "step 300. The nearest: 200, 400"),
+        ({"last": "2"}, "--last '2': it must be a whole number"),
         ({"start": 501}, "no checkpoint; found 5 from step 100 to 500"),
         ({"every": 1000}, "no checkpoint; found 5 from step 100 to 500"),
         ({"last": 2, "horizon": 0.25}, "--last 2 and --horizon 0.25"),

@@ -94,9 +94,14 @@ def lawa(*arguments: object) -> str:
     return result.output
 
 
-def test_average_sweep_watch_and_inspect_find_the_run(recorded: Path, tmp_path: Path) -> None:
-    run = recorded / "zero3"
-    wanted = mean([expected(recorded, "zero3", step) for step in (2, 3)])["middle.weight"]
+@pytest.mark.parametrize(
+    ("name", "title"), [("zero3", "ZeRO-3, 2 ranks"), ("zero2/universal", "universal checkpoint")]
+)
+def test_average_sweep_watch_and_inspect_find_the_run(
+    recorded: Path, name: str, title: str, tmp_path: Path
+) -> None:
+    run = recorded / name
+    wanted = mean([expected(recorded, name, step) for step in (2, 3)])["middle.weight"]
     lawa("average", run, "--last", 2, "-o", tmp_path / "mean.pt")
     made = torch.load(tmp_path / "mean.pt", weights_only=True)
     assert same_bits(made["middle.weight"], wanted)
@@ -109,7 +114,8 @@ def test_average_sweep_watch_and_inspect_find_the_run(recorded: Path, tmp_path: 
         assert same_bits(load_file(weights)["middle.weight"], wanted)
     shown = json.loads(lawa("inspect", run, "--json"))
     assert [c["step"] for c in shown["checkpoints"]] == [1, 2, 3]
-    assert "ZeRO-3, 2 ranks" in lawa("inspect", run / "latest")
+    assert title in lawa("inspect", run / "global_step3")
+    assert "ZeRO-3, 2 ranks" in lawa("inspect", recorded / "zero3" / "latest")
 
 
 def test_a_folder_for_from_pretrained(recorded: Path, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Megatron's torch_dist folders, as megatron-core has written them: what is read and replaced."""
 
+import argparse
+import enum
 import io
 import json
 import math
@@ -28,6 +30,7 @@ from torch_lawa.coefficients import Annealing
 from torch_lawa.errors import ConfigError, FormatError
 from torch_lawa.offline.plan import plan_average
 from torch_lawa.offline.watching.watcher import watch_run
+from torch_lawa.units import format_bytes
 
 MASTERS = AverageOptions(key="masters")
 RUNS = ["0.16.1", "0.9.0"]  # with masters by parameter; those of 0.9.0 are flattened
@@ -169,6 +172,13 @@ def test_only_averaged_values_differ_from_the_newest(
         )
 
 
+def test_a_plan_says_how_large_the_copy_is(runs: dict[str, Path], tmp_path: Path) -> None:
+    plan = plan_average(runs["0.16.1"], tmp_path / "out", last=2)
+    size = sum(path.stat().st_size for path in (runs["0.16.1"] / "iter_0000020").iterdir())
+    assert f"a copy of the newest ({format_bytes(size)})" in str(plan)
+    assert size > 2 * plan.bytes_written  # the optimizer
+
+
 def test_masters_in_buckets_need_their_own_layout(runs: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="layout megatron"):
         plan_average(runs["0.16.1-buckets"], tmp_path / "mean.safetensors", last=2, options=MASTERS)
@@ -271,6 +281,28 @@ def test_unusable_folders_are_named(runs: dict[str, Path], tmp_path: Path) -> No
     (folder / ".metadata").unlink()
     with pytest.raises(FormatError, match="unfinished"):
         inspect_checkpoint(folder)
+
+
+class Backend(enum.Enum):
+    """Like the enums among the arguments of a training script."""
+
+    FUSED = 1
+
+
+class Attack:
+    def __reduce__(self) -> tuple[object, ...]:
+        return exec, ("raise SystemExit('executed')",)
+
+
+@pytest.mark.parametrize("argument", [Backend.FUSED, Attack()], ids=["enum", "attack"])
+def test_the_iteration_is_found_beside_objects_of_any_class(
+    argument: object, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint"
+    write_torch_dist(folder, {"w": torch.ones(2)}, 30)
+    arguments = argparse.Namespace(backend=argument)
+    torch.save({"args": arguments, "iteration": 30}, folder / "common.pt")
+    assert inspect_checkpoint(folder).progress.step == 30
 
 
 def test_without_an_optimizer_there_are_no_masters(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from torch_lawa.checkpoints.formats.registry import (
     Format,
     FormatWriter,
     StagedValues,
-    describe_formats,
     file_suffixes,
+    format_titles,
     open_checkpoint,
     output_layouts,
     register_format,
@@ -178,7 +178,7 @@ def test_a_new_format_of_folders(tmp_path: Path) -> None:
 def test_a_new_format_is_listed(npz: Format, folder_format: Format) -> None:
     assert file_suffixes()[-1] == ".npz"
     assert output_layouts()[-1] == "arrays"
-    assert "npz: arrays of np.savez (.npz); read, write" in describe_formats()
+    assert npz.title in format_titles()
 
 
 @pytest.mark.parametrize(

@@ -257,6 +257,12 @@ def test_what_a_server_says_becomes_what_to_do(
             act()
 
 
+def test_a_url_is_shown_as_it_was_given() -> None:
+    for url in ("http://127.0.0.1:9/run/step-1.pt", "memory://run/step-1.pt"):
+        assert str(parse_location(url)) == url
+        assert str(parse_location(url).parent) == url.rpartition("/")[0]
+
+
 def test_other_servers_get_other_advice() -> None:
     error = make_error("DefaultCredentialsError", Exception, "none")
     with pytest.raises(ConfigError, match="gcloud auth"), translated_errors("gs://bucket/x"):
