@@ -6,9 +6,9 @@
     python benchmarks/ring_methods_tables.py runs/ring                                     # tables
 
 Runs are named as in `frontier.py`: `constant-RATE-seed-N` has every method beside its window (and
-on a GPU landings as branches), `cosine-RATE-EPOCHSe-seed-N` is one annealed run. Methods that choose
-or learn do so on validation and training data; image recipes train without their validation images
-and are evaluated on validation and test images. `lawa report` reads the folders.
+on a GPU landings as branches), `cosine-RATE-EPOCHSe-seed-N` is one annealed run. Methods that
+choose or learn do so on validation and training data; image recipes train without their validation
+images and are evaluated on validation and test images. `lawa report` reads the folders.
 """
 
 import argparse

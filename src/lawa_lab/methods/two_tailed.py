@@ -15,7 +15,7 @@ __all__ = ["TwoTailedAverage"]
 class TwoTailedAverage:
     """Two running means of all steps since their beginnings: a long one, and a short one.
 
-    When the short one has the lower validation loss, it replaces the long one and begins anew, so
+    When the short one has no higher validation loss, it replaces the long one and begins anew, so
     the long one always begins about where the average is best. The long one is served.
     """
 
@@ -53,7 +53,7 @@ class TwoTailedAverage:
         for mean in (self._long, self._short):
             with mean.swapped_into(data.model):
                 losses.append(data.validate())
-        if losses[1] < losses[0]:
+        if losses[1] <= losses[0]:  # equal at first, when both have the same steps
             self._long, self._short = self._short, self._long
             self._short.restart()
 
