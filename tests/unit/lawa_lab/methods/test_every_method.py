@@ -1,6 +1,7 @@
 """One battery for every registered method: typed, mistaken, referenced, resumed, restored."""
 
 import copy
+import itertools
 import math
 import statistics
 from collections.abc import Callable
@@ -127,7 +128,7 @@ def phase(method: Method) -> np.ndarray:
 
 def extrapolated(points: list[np.ndarray], penalty: float) -> np.ndarray:
     """Scieur et al., algorithm 2: the residuals, a regularised system, normalised coefficients."""
-    residuals = np.stack([b - a for a, b in zip(points, points[1:], strict=False)], axis=1)
+    residuals = np.stack([b - a for a, b in itertools.pairwise(points)], axis=1)
     gram = residuals.T @ residuals
     gram = gram / np.linalg.norm(gram, 2)
     solved = np.linalg.inv(gram + penalty * np.eye(len(gram))) @ np.ones(len(gram))
