@@ -45,7 +45,7 @@ DIGITS: dict[str, Any] = {
 }  # fmt: skip
 DECODER: dict[str, Any] = {
     **SHARED, "width": 64, "depth": 2, "sequence_length": 64, "vocabulary": 512,
-    "warmup_steps": 20, "evaluation_tokens": 2**14, "nu": 5,
+    "warmup_steps": 20, "evaluation_tokens": 2**12, "nu": 10,
 }  # fmt: skip
 DECODER_STEPS = 2000
 
