@@ -9,13 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-
-from lawa_lab.methods.registry import METHODS, Method, RingMethod, parse_method
-from torch_lawa.errors import ConfigError, LawaError
-from torch_lawa.schedule import Horizon
-from torch_lawa.swag import _key, normal_numbers
-
-from .following import (
+from support.following import (
     EVERY,
     FITS,
     STEPS,
@@ -28,6 +22,11 @@ from .following import (
     target,
     validation_loss,
 )
+
+from lawa_lab.methods.registry import METHODS, Method, RingMethod, parse_method
+from torch_lawa.errors import ConfigError, LawaError
+from torch_lawa.schedule import Horizon
+from torch_lawa.swag import _key, normal_numbers
 
 SIZE = flat(net()).numel()
 TENSORS = [p.numel() for p in net().parameters()]
