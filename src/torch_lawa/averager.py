@@ -295,10 +295,10 @@ class LatestWeightAverager:
         """A random sample of weights around the mean, as a plain state dict: SWAG.
 
         Snapshots differ by the noise of training; a sample differs from their mean in the same way.
-        Averaging the predictions of several samples gives better calibrated probabilities. Samples
-        of one `seed` are equal bit for bit, on every store and any number of ranks; `scale` scales
-        their variance. Only whole snapshots count, all the same, whatever the coefficients are.
-        Re-estimate BatchNorm statistics for each sample. Other arguments are those of `average`.
+        The predictions of several samples are averaged, to calibrate an over-confident model.
+        Samples of one `seed` are equal bit for bit, on every store and any number of ranks; `scale`
+        scales their variance. Only whole snapshots count, all the same, whatever the coefficients
+        are. Re-estimate BatchNorm for each sample. Other arguments are those of `average`.
 
         >>> averager = LatestWeightAverager(k=2)
         >>> for value in (1.0, 3.0):
