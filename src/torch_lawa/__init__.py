@@ -14,8 +14,8 @@ from torch_lawa import errors as errors
 from torch_lawa._version import __version__ as __version__
 
 if TYPE_CHECKING:  # the same names for type checkers; a test compares the two lists
-    from torch_lawa.averager import Averager as Averager
     from torch_lawa.averager import LatestWeightAverager as LatestWeightAverager
+    from torch_lawa.averager_protocol import Averager as Averager
     from torch_lawa.batch_norm import recalibrate_batch_norm as recalibrate_batch_norm
     from torch_lawa.coefficients import Annealing as Annealing
     from torch_lawa.coefficients import Blend as Blend
@@ -50,7 +50,8 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from torch_lawa.window_choice import WindowSearch as WindowSearch
 
 _PUBLIC = {
-    "averager": ("Averager", "LatestWeightAverager"),
+    "averager": ("LatestWeightAverager",),
+    "averager_protocol": ("Averager",),
     "batch_norm": ("recalibrate_batch_norm",),
     "coefficients": (
         "Annealing",

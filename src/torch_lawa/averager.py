@@ -1,16 +1,17 @@
-"""`LatestWeightAverager`, the averager for a training loop, and the protocol it implements."""
+"""`LatestWeightAverager`, the averager for a training loop."""
 
 import copy
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from torch_lawa import averager_state
+from torch_lawa.averager_protocol import Averager
 from torch_lawa.coefficients import Coefficients, Uniform, blended
 from torch_lawa.errors import StateError
 from torch_lawa.mutex import one_at_a_time
@@ -19,8 +20,9 @@ from torch_lawa.schedule import Every, Horizon, Schedule, check_window, choose_s
 from torch_lawa.selection import BufferRule, FrozenRule, Selector, live_tensors
 from torch_lawa.stores.base import Counters, Snapshot, Store
 from torch_lawa.stores.memory import DeviceStore, HostStore
+from torch_lawa.swag import Draw
 from torch_lawa.swap import ordinary_mode, refuse_if_swapped, swap_targets, swapped
-from torch_lawa.validation import check_float, check_kind, one_of, whole_number
+from torch_lawa.validation import check_kind, one_of, whole_number
 from torch_lawa.window import Window
 from torch_lawa.window_mean import Sliding
 
@@ -28,44 +30,6 @@ if TYPE_CHECKING:
     from torch_lawa.export import ExportPlan
 
 __all__ = ["Averager", "LatestWeightAverager"]
-
-
-class Averager(Protocol):
-    """What averages the weights of a training run: a window, an EMA, or another method.
-
-    Evaluation, recipes and reports accept any object with these methods, so that methods can be
-    compared side by side.
-
-    >>> averager: Averager = LatestWeightAverager(k=6)
-    >>> averager.kind, averager.ready
-    ('averaged', False)
-    """
-
-    @property
-    def kind(self) -> str:
-        """The method's name in metrics files and reports, such as "ema"."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether there is an average to read."""
-
-    def collect(self, model: nn.Module, *, step: int | None = None) -> None:
-        """Take the model's current weights into the average."""
-
-    def step(self, model: nn.Module, *, loss: float | None = None) -> bool:
-        """Count one step and collect if one is due; returns whether it did."""
-
-    def swapped_into(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Swap the average into the model for a `with` block, then restore its own weights."""
-
-    def average(self) -> dict[str, Tensor]:
-        """The average as a state dict."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that is needed to resume."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state."""
 
 
 class LatestWeightAverager:
@@ -320,17 +284,35 @@ class LatestWeightAverager:
         `device` is given. They are new tensors that you may change. Tensors that are sharded in the
         model (FSDP2, tensor parallel) are DTensors here, too: nothing is gathered.
         """
-        check_float(dtype)
-        n = self._window_size(k)
-        with ordinary_mode():
-            home = device or ("cpu" if self._window.on_host else None)
-            out = self._window.averaged.allocate(dtype, home)
-            out.update(self._window.kept.allocate(None, home))
-            self._window.mean_into(out, n, self._rule(coefficients))
-            for name, sharding in self._window.shardings.items():
-                out[name] = sharding.whole(out[name])
-        out.update({alias: out[name] for alias, name in self._window.ties.items() if name in out})
-        return out
+        n, rule = self._window_size(k), self._rule(coefficients)
+        return self._window.read(dtype, device, lambda out: self._window.mean_into(out, n, rule))
+
+    @one_at_a_time
+    def sample(
+        self,
+        k: int | None = None,
+        *,
+        seed: int,
+        scale: float = 0.5,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> dict[str, Tensor]:
+        """A random sample of weights around the mean, as a plain state dict: SWAG.
+
+        Snapshots differ by the noise of training; a sample differs from their mean in the same way.
+        The predictions of several samples are averaged, to calibrate an over-confident model.
+        Samples of one `seed` are equal bit for bit, on every store and any number of ranks; `scale`
+        scales their variance. Only whole snapshots count, all the same, whatever the coefficients
+        are. Re-estimate BatchNorm for each sample. Other arguments are those of `average`.
+
+        >>> averager = LatestWeightAverager(k=2)
+        >>> for value in (1.0, 3.0):
+        ...     averager.collect({"w": torch.full((1,), value)})
+        >>> [round(averager.sample(seed=seed)["w"].item(), 3) for seed in (0, 1, 0)]
+        [3.412, 1.663, 3.412]
+        """
+        n, draw = self._window_size(k), Draw(seed, scale, self._window.shardings)
+        return self._window.read(dtype, device, lambda out: self._window.sample_into(out, n, draw))
 
     def swapped_into(
         self,
@@ -347,18 +329,41 @@ class LatestWeightAverager:
         one copy of the weights on their device; with a store on the host or on disk this is the
         staging memory of `collect`.
         """
-        n = self._window_size(k)
+        n, rule = self._window_size(k), self._rule(coefficients)
+        rule.weights(n)  # raises if there are too few explicit weights
+        window = self._window
+        return self._swapped(model, n, lambda to, n: window.mean_into(to, n, rule, live=True))
+
+    def sampled_into(
+        self, model: nn.Module, k: int | None = None, *, seed: int, scale: float = 0.5
+    ) -> AbstractContextManager[None]:
+        """Swap a random `sample` into a model for a `with` block, as `swapped_into` does the mean.
+
+        >>> model = nn.Linear(1, 1)
+        >>> averager = LatestWeightAverager(k=2)
+        >>> for value in (1.0, 3.0):
+        ...     _ = model.weight.data.fill_(value)
+        ...     averager.collect(model)
+        >>> with averager.sampled_into(model, seed=0):
+        ...     bool(model.weight == averager.sample(seed=0)["weight"])
+        True
+        """
+        draw, window = Draw(seed, scale, self._select(model).shardings), self._window
+        draw.check(n := self._window_size(k))
+        return self._swapped(model, n, lambda to, n: window.sample_into(to, n, draw))
+
+    def _swapped(
+        self, model: nn.Module, n: int, write_into: Callable[[Mapping[str, Tensor], int], None]
+    ) -> AbstractContextManager[None]:
         live = live_tensors(model)
         window = self._window
         used = swap_targets(live, window.averaged.signature(), window.kept.signature())
         # Names that were tied when they were collected, but are separate tensors in this model.
         untied = {a: name for a, name in window.ties.items() if a in live and name in used}
-        rule = self._rule(coefficients)
-        rule.weights(n)  # raises if there are too few explicit weights
 
         def write() -> None:
             with self._lock:  # it may have been reset since
-                window.mean_into(used, self._window_size(n), rule, live=True)
+                write_into(used, self._window_size(n))
             for alias, name in untied.items():
                 live[alias].copy_(used[name])
 

@@ -53,6 +53,26 @@ class Sharding:
         spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
         return DTensor(part, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
+    def own_indices(self) -> list[Tensor]:
+        """For each dimension, which indices of the whole tensor this rank's shard has.
+
+        Found by splitting a list of them as the tensor is split, so that it holds for all kinds of
+        placements (FSDP on top of tensor parallelism has one of its own).
+        """
+        coordinate, found = self.mesh.get_coordinate() or (), []
+        for dim, size in enumerate(self.shape):
+            line = [1] * len(self.shape)
+            line[dim] = size
+            indices = torch.arange(size).view(line)
+            for at, placement, parts in zip(
+                coordinate, self.placements, self.mesh.shape, strict=False
+            ):
+                if getattr(placement, "dim", None) in (dim, dim - len(self.shape)):
+                    pieces, _ = placement._split_tensor(indices, parts, with_padding=False)
+                    indices = pieces[at]
+            found.append(indices.flatten())
+        return found
+
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether it is a DTensor; judged by its mesh, since importing the class takes 0.5 s."""

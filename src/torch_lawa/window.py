@@ -1,6 +1,6 @@
 """The window: a store, the layout of its snapshots, and the check that models match it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from torch_lawa.block_mean import Block, BlockMean
-from torch_lawa.coefficients import Blend, Coefficients, Weights
+from torch_lawa.coefficients import Blend, Coefficients, Uniform, Weights
 from torch_lawa.errors import ConfigError, LayoutError, NotReadyError
 from torch_lawa.selection import Selection, write_into
 from torch_lawa.shards import Sharding, fingerprint
 from torch_lawa.stores.base import Content, Counters, FlatLayout, Notes, Snapshot, Store
-from torch_lawa.validation import whole_number
+from torch_lawa.swag import Draw
+from torch_lawa.swap import ordinary_mode
+from torch_lawa.validation import check_float, whole_number
 from torch_lawa.window_mean import MeanReader, Sliding, TensorMeans
 
 __all__ = ["Window"]
@@ -258,9 +260,32 @@ class Window:
         else:
             weights, last = self.weights(n, rule), self._last()
             self._mean.read_into(targets, self.averaged, n, weights, last)
-        for name, value in self.kept.views(self.store.kept_flats()).items():
-            if name in targets:
-                write_into(targets[name], value)
+        self._write_kept(targets)
+
+    def sample_into(self, targets: Mapping[str, Tensor], n: int, draw: Draw) -> None:
+        """Write a sample around the mean of the `n` newest snapshots, and the kept tensors."""
+        self.store.check_owner(self)
+        draw.check(n)
+        self._mean.read_into(targets, self.averaged, n, Uniform().weights(n), draw=draw)
+        self._write_kept(targets)
+
+    def read(
+        self,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+        write_into: Callable[[dict[str, Tensor]], None],
+    ) -> dict[str, Tensor]:
+        """A state dict of new tensors, which `write_into` fills."""
+        check_float(dtype)
+        with ordinary_mode():
+            home = device or ("cpu" if self.on_host else None)
+            out = self.averaged.allocate(dtype, home)
+            out.update(self.kept.allocate(None, home))
+            write_into(out)
+            for name, sharding in self.shardings.items():
+                out[name] = sharding.whole(out[name])
+        out.update({alias: out[name] for alias, name in self.ties.items() if name in out})
+        return out
 
     def mean_by_tensor(self, n: int, weights: Weights) -> TensorMeans:
         """The mean of the `n` newest snapshots and the kept tensors, made one by one.
@@ -268,6 +293,11 @@ class Window:
         It reads the snapshots as they are now: use it before the next one is collected.
         """
         return self._mean.by_tensor(self.averaged, self.kept, n, weights, self._last())
+
+    def _write_kept(self, targets: Mapping[str, Tensor]) -> None:
+        for name, value in self.kept.views(self.store.kept_flats()).items():
+            if name in targets:
+                write_into(targets[name], value)
 
     def sampled(self) -> Block | None:
         """The samples since the newest snapshot; None if there are none."""

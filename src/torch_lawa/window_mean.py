@@ -17,6 +17,7 @@ from torch_lawa.mean.blocks import divide, mean_blocks, round_into, warn_if_flus
 from torch_lawa.mean.sliding_sum import SlidingSum
 from torch_lawa.selection import write_into
 from torch_lawa.stores.base import FlatEntry, FlatGroup, FlatLayout, Snapshot, Store, flat_view
+from torch_lawa.swag import Draw
 
 __all__ = ["MeanReader", "Sliding", "TensorMeans"]
 
@@ -46,8 +47,9 @@ class MeanReader:
         n: int,
         weights: Weights,
         last: Mapping[str, Tensor] | None = None,
+        draw: Draw | None = None,
     ) -> None:
-        """Write the mean of the `n` newest snapshots into `targets`.
+        """Write the mean of the `n` newest snapshots, or a sample around it, into `targets`.
 
         If there are n + 1 weights, the last is that of the tensors `last`; by default those are the
         values that `targets` have now.
@@ -58,7 +60,7 @@ class MeanReader:
         used = self._store.snapshots[-n:]
         ids = tuple(snapshot.index for snapshot in used)
         weights, term = _split(weights, n)
-        slide = term is None and self._may_slide(ids, weights)
+        slide = term is None and draw is None and self._may_slide(ids, weights)
         finite: list[Tensor] = []
         for i, group in enumerate(layout.groups):
             writer = _BlockWriter(group, targets, term, targets if last is None else last)
@@ -68,6 +70,7 @@ class MeanReader:
                 flats = [_as_real(self._store.flats(snapshot)[i]) for snapshot in used]
                 device = writer.device if writer.device.type == "cuda" else None
                 blocks = mean_blocks(flats, weights, device) if group.numel else iter(())
+                blocks = blocks if draw is None else draw.around(blocks, flats, group)
             for start, mean in blocks:
                 finite.append(mean.sum().isfinite())
                 writer.write(start, mean)

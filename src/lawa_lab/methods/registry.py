@@ -2,7 +2,9 @@
 
 A method is one file in `lawa_lab/methods/catalog`: a frozen dataclass whose fields are the method's
 parameters, with a `build` that returns an `Averager`, decorated with `register_method`. It is typed
-as its name and its parameters, separated by colons: `ema:0.999`.
+as its name and its parameters, separated by colons: `ema:0.999`. A method that only weights the
+snapshots of the run's own window is a `RingMethod`, which keeps no snapshots itself. An averager
+that has a `fit` is given training and validation data before each evaluation: see `fitting.py`.
 """
 
 import abc
@@ -15,9 +17,9 @@ from torch_lawa.errors import ConfigError
 if TYPE_CHECKING:
     from torch import nn
 
-    from torch_lawa.averager import Averager
+    from torch_lawa.averager import Averager, LatestWeightAverager
 
-__all__ = ["METHODS", "Method", "parse_method", "register_method", "typed_methods"]
+__all__ = ["METHODS", "Method", "RingMethod", "parse_method", "register_method", "typed_methods"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,19 @@ class Method(abc.ABC):
 
         Its `kind` is `str(self)`. Import torch inside this method.
         """
+
+
+@dataclasses.dataclass(frozen=True)
+class RingMethod(Method):
+    """A method that reads a window which is there already, and so costs no memory of its own."""
+
+    def build(self, model: "nn.Module") -> "Averager":
+        """Not possible: the window of the run is needed."""
+        raise ConfigError(f"{self} reads the snapshots of a window: use read(averager)")
+
+    @abc.abstractmethod
+    def read(self, ring: "LatestWeightAverager") -> "Averager":
+        """The averager that reads this window; it must not collect. Import torch inside."""
 
 
 METHODS: Registry[type[Method]] = Registry("method", "lawa_lab.methods.catalog")

@@ -1,7 +1,7 @@
 """A running average of the weights on the model's device: EMA, SWA and their relatives."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch_lawa.errors import NotReadyError, StateError
 from torch_lawa.shards import local, reshard
 from torch_lawa.swap import swapped
 
-__all__ = ["RunningAverage"]
+__all__ = ["RunningAverage", "averaged_parameters"]
 
 
 class RunningAverage:
@@ -35,7 +35,9 @@ class RunningAverage:
     def __init__(self, model: nn.Module, weight: Callable[[int], float], *, kind: str) -> None:
         self._weight, self._kind = weight, kind
         # Allocated now, so that a sharded checkpoint can be loaded before the first step.
-        self._average = {name: tensor.clone() for name, tensor in _averaged(model).items()}
+        self._average = {
+            name: tensor.clone() for name, tensor in averaged_parameters(model).items()
+        }
         self._num_steps = 0
 
     @property
@@ -73,8 +75,7 @@ class RunningAverage:
         """Begin a new average with the next step."""
         self._num_steps = 0
 
-    @contextlib.contextmanager
-    def swapped_into(self, model: nn.Module) -> Iterator[None]:
+    def swapped_into(self, model: nn.Module) -> AbstractContextManager[None]:
         """Swap the average into the model; weights and buffers are restored on any exit."""
         self._require_ready()
         average, weights = self._pairs(model)
@@ -83,8 +84,7 @@ class RunningAverage:
         def write() -> None:
             torch._foreach_copy_(weights, average)
 
-        with swapped(model, dict(zip(self._average, weights, strict=True)), write):
-            yield
+        return swapped(model, dict(zip(self._average, weights, strict=True)), write)
 
     def average(self) -> dict[str, Tensor]:
         """A copy of the averaged parameters."""
@@ -110,7 +110,7 @@ class RunningAverage:
         self._num_steps = int(state["num_steps"])
 
     def _pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-        weights = _averaged(model)
+        weights = averaged_parameters(model)
         pairs = [(local(self._average[name]), local(weights[name])) for name in self._average]
         return [average for average, _ in pairs], [weight for _, weight in pairs]
 
@@ -119,7 +119,7 @@ class RunningAverage:
             raise NotReadyError(f"{self._kind}: no step has been averaged yet; call step() first.")
 
 
-def _averaged(model: nn.Module) -> dict[str, Tensor]:
+def averaged_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Every floating-point parameter once, also if it is tied."""
     reshard(model)  # FSDP2 may leave parameters gathered after a forward pass
     return {

@@ -83,12 +83,12 @@ class DenseWindow(WindowMethod):
     def swapped_into(self, model: nn.Module) -> AbstractContextManager[None]:
         """Swap in the mean of all steps of the window."""
         mean = self.average()
-        targets = {name: p.detach() for name, p in model.named_parameters() if name in mean}
+        targets = {name: local(p.detach()) for name, p in model.named_parameters() if name in mean}
 
         @torch.no_grad()
         def write() -> None:
             for name, target in targets.items():
-                local(target).copy_(local(mean[name]))
+                target.copy_(local(mean[name]))
 
         return swapped(model, targets, write)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
+from lawa_lab.methods import rules as rules  # registers them
 from lawa_lab.methods.registry import parse_method, typed_methods
 from torch_lawa.coefficients import parse_coefficients
 from torch_lawa.errors import ConfigError

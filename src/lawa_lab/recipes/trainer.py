@@ -5,13 +5,15 @@ import copy
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lawa_lab.methods.registry import parse_method
+from lawa_lab.methods.fitting import Fitted, FittingData
+from lawa_lab.methods.registry import RingMethod, parse_method
+from lawa_lab.methods.ring import RingAverage
 from lawa_lab.methods.schedule_free import ScheduleFreeAverage
 from lawa_lab.methods.stopwatch import Stopwatch
 from lawa_lab.recipes.config import TrainConfig
@@ -26,14 +28,15 @@ from torch_lawa.averager import Averager, LatestWeightAverager
 from torch_lawa.batch_norm import recalibrate_batch_norm
 from torch_lawa.coefficients import Coefficients, name_coefficients, parse_coefficients
 from torch_lawa.errors import ConfigError, LawaError, StateError
-from torch_lawa.evaluation import evaluate_side_by_side
+from torch_lawa.evaluation import evaluate_side_by_side, evaluating
 from torch_lawa.metrics import MetricsWriter, Row
 from torch_lawa.schedule import Every, Horizon, Schedule
 from torch_lawa.window_choice import WindowSearch
 
 __all__ = ["Trainer"]
 
-_MODEL, _STEP = 1, 2  # separate the random numbers of initialisation and of steps
+# Separate the random numbers of initialisation, of steps and of what methods learn.
+_MODEL, _STEP, _FIT = 1, 2, 3
 _AGREE_EVERY = 10  # steps between agreements of the ranks on whether to stop or save
 
 
@@ -76,8 +79,10 @@ class Trainer:
             min_snapshots=None if config.horizon is None else 1,
             store="device" if cuda else "host",
         )
-        methods = map(parse_method, config.methods)
-        self.methods: dict[str, Averager] = {str(m): m.build(self.model) for m in methods}
+        self.methods: dict[str, Averager] = {
+            str(m): m.read(self.averager) if isinstance(m, RingMethod) else m.build(self.model)
+            for m in map(parse_method, config.methods)
+        }
         if config.schedule_free:
             self.methods[ScheduleFreeAverage.kind] = ScheduleFreeAverage(self.optimizer)  # type: ignore[arg-type]
         self._search = WindowSearch(config.ks) if config.choose_window else None
@@ -184,6 +189,7 @@ class Trainer:
         last = self.step == self.num_steps
         whole = number % config.variants_every == 0 or last or self.step in self._evaluated_at
         averagers = [self.averager, *self.methods.values()]
+        self._fit_methods()
         with self.autocast():
             rows = evaluate_side_by_side(
                 self.model,
@@ -236,14 +242,58 @@ class Trainer:
 
     def _describe_method(self, row: Row) -> None:
         """Name the method and charge it its own updates instead of the window's."""
+        reads = isinstance(self.methods[row["weights"]], RingAverage)
         row["collect_seconds"] = self._stopwatch.seconds.get(row["weights"], 0.0)
-        row["weights"], _, row["coefficients"] = row["weights"].partition(":")
+        row["collect_seconds"] += self.collect_seconds if reads else 0.0
+        row["weights"], _, parameters = row["weights"].partition(":")
+        row["coefficients"] = parameters or None
 
     def _step_methods(self) -> None:
         """Update every method after an optimizer step; the time is charged to the method."""
         for text, averager in self.methods.items():
             with self._stopwatch(text):
                 averager.step(self.model)
+
+    def _fit_methods(self) -> None:
+        """Let methods that need data have it; the time is charged to the method."""
+        fitted = {text: a for text, a in self.methods.items() if isinstance(a, Fitted)}
+        if not fitted:
+            return
+        data = FittingData(
+            self.model, self._batches_ahead, self._fitting_loss, self._validate, self._mean_of
+        )
+        for text, averager in fitted.items():
+            torch.manual_seed(mixed_seed(self.plan.seed, _FIT, self.step, self.worker.rank))
+            with self._stopwatch(text):
+                averager.fit(data)
+        self._wait()
+        self._stopwatch.settle()  # it is not part of the training time
+
+    def _batches_ahead(self) -> Iterator[Batch]:
+        """The training batches after this step, epoch after epoch."""
+        epoch, first = divmod(self.step, self.task.num_batches)
+        for number in itertools.count(epoch):
+            yield from self.task.batches(number, first if number == epoch else 0)
+
+    def _fitting_loss(self, batch: Batch) -> Tensor:
+        self.model.train()
+        with self.autocast():
+            return self.task.loss(self.model, batch)
+
+    def _validate(self) -> float:
+        with self.autocast():
+            recalibrate_batch_norm(self.model, self.task.calibration())
+            with evaluating(self.model):
+                values = self.task.evaluate(self.forward)
+        if "valid_loss" not in values:
+            raise ConfigError(
+                f"methods={','.join(self.config.methods)}: one of them chooses by valid_loss, "
+                "which this recipe does not have; on test data the result would be flattered."
+            )
+        return values["valid_loss"]
+
+    def _mean_of(self, values: Sequence[float]) -> list[float]:
+        return [total / self.worker.world_size for total in self.worker.total(values)]
 
     def agree(self, *answers: bool) -> list[bool]:
         """Whether any rank answers yes, for each question; exchanged every 10 steps."""

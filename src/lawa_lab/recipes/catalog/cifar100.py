@@ -52,6 +52,11 @@ class Cifar100Config(TrainConfig):
         "of the test images: for choosing hyper-parameters.",
         minimum=0,
     )
+    evaluate_test: bool = setting(
+        False,
+        "With held-out images, evaluate on the test images as well: for methods that choose on "
+        "validation images while they are compared.",
+    )
 
     def make_task(self, data: Path | None, *, seed: int, worker: "Worker", smoke: bool) -> "Task":
         """CIFAR-100 from `data` (default: the folder `data`), or synthetic images."""
@@ -64,6 +69,7 @@ class Cifar100Config(TrainConfig):
             images = smoke_images(10, 32, 160, 64, seed=0)
         else:
             images = load_cifar100(Path("data") if data is None else data)
+        official = images if self.held_out and self.evaluate_test else None
         if self.held_out:
             images = images.hold_out(self.held_out)
         return ImageTask(
@@ -75,4 +81,5 @@ class Cifar100Config(TrainConfig):
             batch_norm_batches=self.batch_norm_batches,
             padding=self.padding,
             prefix="valid" if self.held_out else "test",
+            official=official,
         )

@@ -45,6 +45,11 @@ class DigitsConfig(TrainConfig):
         minimum=0,
         below=1,
     )
+    evaluate_test: bool = setting(
+        False,
+        "With a validation fraction, evaluate on the test images as well: for methods that choose "
+        "on validation images while they are compared.",
+    )
 
     def make_task(self, data: Path | None, *, seed: int, worker: "Worker", smoke: bool) -> "Task":
         """The digits come with scikit-learn, so `data` is not used."""

@@ -29,6 +29,7 @@ spoil the average while the learning rate is high: its loss was above the raw lo
 epochs.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,13 +52,15 @@ _CALIBRATION_EPOCH = 2**31  # beyond the epochs of any run
 class Digits:
     """Labels and images, normalised with mean and deviation of the training images.
 
-    With a validation split, the "test" images are those of the validation split.
+    With a validation split, the "test" images are those of the validation split, and the
+    `official` ones are the test images otherwise.
     """
 
     train_images: Tensor
     train_labels: Tensor
     test_images: Tensor
     test_labels: Tensor
+    official: tuple[Tensor, Tensor] | None = None
 
 
 def load_data(config: DigitsConfig) -> Digits:
@@ -72,7 +75,7 @@ def load_data(config: DigitsConfig) -> Digits:
         ) from None
     bunch: Any = load_digits()
     images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1).numpy()
-    labels = bunch.target
+    labels, parts = bunch.target, []
     for name in ("test_fraction", "validation_fraction"):
         fraction = getattr(config, name)
         if not fraction:
@@ -86,14 +89,15 @@ def load_data(config: DigitsConfig) -> Digits:
                 f"{name}={fraction}: both parts of the {len(labels)} digits need at least ten, "
                 "one of each class."
             ) from None
-    train_images, test_images = torch.from_numpy(images), torch.from_numpy(held_out)
-    train_labels, test_labels = torch.from_numpy(labels), torch.from_numpy(held_out_labels)
+        parts.append((torch.from_numpy(held_out), torch.from_numpy(held_out_labels).long()))
+    train_images = torch.from_numpy(images)
     mean, deviation = train_images.mean(), train_images.std()
+    scaled = [((held_out - mean) / deviation, label) for held_out, label in parts]
     return Digits(
         (train_images - mean) / deviation,
-        train_labels.long(),
-        (test_images - mean) / deviation,
-        test_labels.long(),
+        torch.from_numpy(labels).long(),
+        *scaled[-1],
+        scaled[0] if len(scaled) > 1 else None,
     )
 
 
@@ -144,6 +148,10 @@ class DigitsTask:
             data.test_images.to(device),
             data.test_labels.to(device),
         )
+        self._official = None
+        if config.evaluate_test and data.official is not None:
+            images, labels = (each.to(device) for each in data.official)
+            self._official = dataclasses.replace(self._data, test_images=images, test_labels=labels)
         self.num_batches = len(data.train_images) // config.batch_size
         # The same batches for every average.
         num_calibration = min(config.batch_norm_batches, self.num_batches)
@@ -176,7 +184,8 @@ class DigitsTask:
         values = evaluate(model, self._data)
         if not self._config.validation_fraction:
             return values
-        return {name.replace("test", "valid"): value for name, value in values.items()}
+        chosen_on = {name.replace("test", "valid"): value for name, value in values.items()}
+        return chosen_on | ({} if self._official is None else evaluate(model, self._official))
 
     def _batch(
         self, epoch: int, number: int, rank: int, share: slice = slice(None)

@@ -96,7 +96,9 @@ class ImageTask(Classification):
         padding: int,
         evaluate_batch_size: int = 1000,
         prefix: str = "test",
+        official: Images | None = None,
     ) -> None:
+        """Evaluates on the test images, and if given on those of the `official` ones as "test"."""
         super().__init__(
             num_train=len(images.train_images),
             num_test=len(images.test_images),
@@ -112,10 +114,29 @@ class ImageTask(Classification):
         self._images = images.train_images.to(worker.device)
         self._labels = images.train_labels.to(worker.device)
         self._mean, self._deviation = channel_statistics(self._images)
-        chosen, counted = own_part(self._num_test, worker)
+        self._test = self._own_test(images)
+        self._official = None if official is None else self._own_test(official)
+        self._num_official = 0 if official is None else len(official.test_images)
+
+    def _own_test(self, images: Images) -> ImagesAndLabels:
+        chosen, counted = own_part(len(images.test_images), self._worker)
         labels = images.test_labels[chosen].masked_fill(~counted, NOT_COUNTED)
-        self._test_images = images.test_images[chosen].to(worker.device)
-        self._test_labels = labels.to(worker.device)
+        device = self._worker.device
+        return images.test_images[chosen].to(device), labels.to(device)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """As for any classification, on the official test images as well if they are given."""
+        values = super().evaluate(model)
+        if self._official is not None:
+            values |= score(
+                model,
+                self._normalized(*self._official),
+                self._num_official,
+                self._num_classes,
+                worker=self._worker,
+                prefix="test",
+            )
+        return values
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """An epoch in random order; the last partial batch is dropped."""
@@ -145,10 +166,12 @@ class ImageTask(Classification):
         return self._calibration
 
     def _test_batches(self) -> Iterable[ImagesAndLabels]:
+        return self._normalized(*self._test)
+
+    def _normalized(self, images: Tensor, labels: Tensor) -> Iterator[ImagesAndLabels]:
         size = self._evaluate_batch_size
-        splits = torch.split(self._test_images, size), torch.split(self._test_labels, size)
-        for images, labels in zip(*splits, strict=True):
-            yield normalize(images, self._mean, self._deviation), labels
+        for part, own in zip(torch.split(images, size), torch.split(labels, size), strict=True):
+            yield normalize(part, self._mean, self._deviation), own
 
 
 def check_batch_size(batch_size: int, num_images: int, worker: Worker) -> None:

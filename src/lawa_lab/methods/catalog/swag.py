@@ -1,0 +1,34 @@
+"""A random sample around the mean of the window: SWAG."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from lawa_lab.methods.registry import RingMethod, register_method
+from torch_lawa.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch_lawa.averager import Averager, LatestWeightAverager
+
+__all__ = ["SwagSample"]
+
+
+@register_method
+@dataclass(frozen=True)
+class SwagSample(RingMethod):
+    """One sample of the library's `LatestWeightAverager.sampled_into`."""
+
+    name: ClassVar[str] = "swag"
+    typed: ClassVar[str] = "swag:SEED[:SCALE]"
+
+    seed: float
+    scale: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not (self.seed >= 0 and self.seed == int(self.seed) and 0 <= self.scale < float("inf")):
+            raise ConfigError(f"{self}: write it as {self.typed}, such as swag:0:0.5")
+
+    def read(self, ring: "LatestWeightAverager") -> "Averager":
+        """Reads the run's own window."""
+        from lawa_lab.methods.sampled import SampledAverage
+
+        return SampledAverage(ring, kind=str(self), seed=int(self.seed), scale=self.scale)
