@@ -175,7 +175,8 @@ $(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
 .venv-deepspeed/.deepspeed: $(SOURCES)
 	$(PYTHON) -m venv .venv-deepspeed
 	.venv-deepspeed/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  -e . deepspeed huggingface_hub ninja safetensors pytest pytest-timeout hypothesis
+	  -e . accelerate deepspeed huggingface_hub ninja safetensors transformers \
+	  pytest pytest-timeout hypothesis
 	@touch $@
 
 .venv-jax/.jax: $(SOURCES) constraints-jax.txt
