@@ -6,7 +6,7 @@ and loaded through `torch.distributed.checkpoint` on any number of ranks, and ca
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +120,7 @@ class FlatShard(Tensor):
     @staticmethod
     def __new__(cls, part: Tensor, sharding: FlatSharding) -> "FlatShard":
         """`part` is one-dimensional; its memory is used."""
-        made: FlatShard = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: FlatShard = Tensor._make_wrapper_subclass(
             cls, sharding.shape, dtype=part.dtype, device=part.device, requires_grad=False
         )
         made._local_tensor, made.flat_sharding = part, sharding
@@ -134,7 +134,7 @@ class FlatShard(Tensor):
         """The whole tensor; every rank of the group must call this."""
         return self.flat_sharding.gather(self._local_tensor.to(self.flat_sharding.device))
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         run = self.flat_sharding
         return (
             f"FlatShard(values {run.start} to {run.start + run.count} of {tuple(run.shape)}, "
@@ -142,18 +142,17 @@ class FlatShard(Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # a class method, as PyTorch documents it
         cls,
         func: Any,
-        types: Sequence[type],
+        types: Iterable[type],
         args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: dict[Any, Any] | None = None,
     ) -> Any:
-        act: Callable[..., Tensor] = func
         aten = torch.ops.aten
         if func.overloadpacket in (aten.detach, aten.clone, aten._to_copy):
             shard, *others = args
-            part = act(shard._local_tensor, *others, **(kwargs or {}))
+            part = func(shard._local_tensor, *others, **(kwargs or {}))
             return FlatShard(part, shard.flat_sharding)
         raise LayoutError(
             f"{func} of a tensor of which this rank holds a part: call its full_tensor() on every "

@@ -64,10 +64,9 @@ def _addresses(model: nn.Module | Mapping[str, Tensor]) -> frozenset[int]:
     tensors: list[Tensor] = []  # anything that is neither is refused elsewhere
     if isinstance(model, nn.Module):
         reshard(model)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        tensors = trained
+        tensors = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if (masters := masters_of(model)) is not None:
-            tensors = [*trained, *map(masters.of, trained)]
+            tensors += [masters.of(parameter) for parameter in tensors]
     elif isinstance(model, Mapping):
         tensors = [tensor for tensor in model.values() if isinstance(tensor, Tensor)]
     # Empty tensors have no address, or share one with another tensor.

@@ -16,7 +16,7 @@ round and distribute it, as after an optimizer step.
 """
 
 import os
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,13 +150,13 @@ def _refuse(engine: Any, optimizer: Any) -> None:
         problem = "ZeRO-3 without an optimizer"
     if problem is not None:
         raise ConfigError(
-            f"this DeepSpeed engine has {problem}, which online averaging does not support: average "
-            "the checkpoints of the run instead (`lawa average`)."
+            f"this DeepSpeed engine has {problem}, which online averaging does not support: "
+            "average the checkpoints of the run instead (`lawa average`)."
         )
 
 
-class _EngineMasters:
-    """Finds the masters of an engine's parameters once, and again when they have moved."""
+class _EngineMasters(ABC):
+    """Finds the masters of an engine's parameters once, until they move."""
 
     def __init__(self, engine: nn.Module) -> None:
         found: Any = engine
@@ -177,6 +177,18 @@ class _EngineMasters:
 
     def _where(self) -> list[int]:
         return [tensor.data_ptr() for tensor in self._memory()]
+
+    @abstractmethod
+    def working_copies(self) -> Sequence[Tensor]:
+        """See `Masters`."""
+
+    @abstractmethod
+    def round_into_copies(self) -> None:
+        """See `Masters`."""
+
+    @abstractmethod
+    def share_copies(self) -> None:
+        """See `Masters`."""
 
     @abstractmethod
     def _memory(self) -> Iterator[Tensor]:
@@ -203,10 +215,8 @@ class _Zero12(_EngineMasters):
         yield from getattr(self._optimizer, self._names[0])
 
     def _find_all(self) -> dict[int, Tensor]:
-        # Others are frozen, or were not given to the optimizer.
-        return {
-            id(p): self._find(p) for p in self._module.parameters() if hasattr(p, "_hp_mapping")
-        }
+        found = (p for p in self._module.parameters() if hasattr(p, "_hp_mapping"))
+        return {id(p): self._find(p) for p in found}  # others are frozen, or not optimized
 
     def _find(self, parameter: Any) -> Tensor:
         groups, found_in = getattr(self._optimizer, self._names[0]), parameter._hp_mapping
@@ -303,7 +313,7 @@ class _Replicated(_EngineMasters):
             masters = self._optimizer.fp32_groups
         else:
             flats = (flat.detach() for flat in self._optimizer.fp32_groups_flat)
-            unflatten = torch._utils._unflatten_dense_tensors
+            unflatten: Any = torch._utils._unflatten_dense_tensors
             masters = [unflatten(f, group) for f, group in zip(flats, groups, strict=True)]
         for copies, own in zip(groups, masters, strict=True):
             yield from zip(copies, own, strict=True)
