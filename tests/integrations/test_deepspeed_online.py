@@ -32,6 +32,7 @@ from support.deepspeed_engines import (  # noqa: E402
     TOKENS,
     masters,
     on_engines,
+    to_universal,
     train_step,
     whole,
     working_weights,
@@ -213,6 +214,23 @@ def test_the_same_as_averaging_its_checkpoints(case: str, ranks: int, tmp_path: 
     assert same_bits(one["middle.bias"], found[0]["trained"][SAVED - 1]["middle.bias"])
 
 
+@pytest.mark.parametrize(("case", "ranks"), [c for c in CASES if ENGINES[c[0]].stage > 0])
+def test_the_same_as_converting_its_checkpoints(
+    case: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    found, _, folder = results(case, ranks)
+    states = [
+        get_fp32_state_dict_from_zero_checkpoint(str(folder / "plain"), f"global_step{step}")
+        for step in range(STEPS - K + 1, STEPS + 1)
+    ]
+    for name in found[0]["trained"][0].keys() - {"empty"}:
+        mean = torch.from_numpy(brute_force([state[name] for state in states])).float()
+        assert same_bits(found[0]["average"][name], mean), name
+
+
 @pytest.mark.parametrize(("case", "ranks"), CASES)
 def test_an_average_can_be_put_in_for_good(case: str, ranks: int) -> None:
     for each in results(case, ranks)[0]:
@@ -293,8 +311,6 @@ def universal_run(rank: int, case: str, folder: str) -> tuple[list[int], Any, An
 
 @pytest.mark.parametrize("case", ["zero2", "zero3"])
 def test_continued_on_other_ranks_from_a_universal_checkpoint(case: str) -> None:
-    from record_deepspeed import to_universal
-
     found, _, folder = results(case, 2)
     tag = f"global_step{SAVED}"
     to_universal(folder / "averaged" / tag, folder / "universal" / tag)

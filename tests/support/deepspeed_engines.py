@@ -14,7 +14,20 @@ from torch import Tensor, nn
 from support.ranks import on_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recorded"))
-from record_deepspeed import Net, environment
+from record_deepspeed import Net, environment, to_universal
+
+__all__ = [
+    "ENGINES",
+    "TOKENS",
+    "Engine",
+    "Net",
+    "masters",
+    "on_engines",
+    "to_universal",
+    "train_step",
+    "whole",
+    "working_weights",
+]
 
 TOKENS = torch.arange(11)
 
