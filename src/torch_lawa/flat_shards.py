@@ -66,6 +66,10 @@ class FlatSharding(Sharding):
     group: "ProcessGroup"
     device_type: str  # on which the group communicates
 
+    def __deepcopy__(self, memo: Any) -> "FlatSharding":
+        """Itself: it never changes, and a process group cannot be copied."""
+        return self
+
     def whole(self, part: Tensor) -> Tensor:
         """The `FlatShard` of which this rank holds `part`."""
         return FlatShard(part, self)
@@ -154,6 +158,8 @@ class FlatShard(Tensor):
             shard, *others = args
             part = func(shard._local_tensor, *others, **(kwargs or {}))
             return FlatShard(part, shard.flat_sharding)
+        if func.overloadpacket is aten.new_empty:  # asynchronous saving sets its values later
+            return FlatShard(args[0]._local_tensor.new_empty(0), args[0].flat_sharding)
         raise LayoutError(
             f"{func} of a tensor of which this rank holds a part: call its full_tensor() on every "
             "rank for all values, or to_local() for those of this rank."

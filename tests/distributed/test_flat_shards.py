@@ -1,11 +1,13 @@
 """Masters in flat runs that are cut anywhere: averaged, swapped, saved, and loaded by others."""
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from support.models import brute_force, same_bits
 from support.ranks import on_ranks
@@ -13,7 +15,7 @@ from support.sharded import Net
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
-from torch_lawa import LatestWeightAverager
+from torch_lawa import DiskStore, LatestWeightAverager
 from torch_lawa.errors import ConfigError, LayoutError, SwapError
 from torch_lawa.flat_shards import FlatShard, FlatSharding
 from torch_lawa.integrations.window_files import load_window, save_window
@@ -111,6 +113,38 @@ def test_runs_that_are_cut_anywhere(ranks: int, seed: int, tmp_path: Path) -> No
                     if kind == "engine"
                     else torch.allclose(average[name].double(), value)
                 ), (kind, name)
+
+
+def other_ways(rank: int, folder: str) -> list[dict[str, Tensor]]:
+    """Copied, saved in the background, and stored on disk."""
+    from support.deepspeed_stand_in import engine_for, refill
+
+    engine, averager = engine_for(plain(), 1), LatestWeightAverager(k=2)
+    stored = LatestWeightAverager(k=2, store=DiskStore(f"{folder}/disk"))
+    for step in (1, 2, 3):
+        refill(engine, step)
+        averager.collect(engine)
+        stored.collect(engine)
+    stored.wait()
+    del stored  # and so its claim on the folder
+    copied = copy.deepcopy(averager)
+    group = torch.distributed.new_group(backend="gloo")
+    dcp.async_save(
+        {"averager": averager}, checkpoint_id=f"{folder}/async", process_group=group
+    ).result()  # type: ignore[union-attr]
+    loaded = LatestWeightAverager(k=2)
+    reopened = LatestWeightAverager(k=2, store=DiskStore(f"{folder}/disk"))
+    for each in (copied, loaded, reopened):
+        each.bind(engine)
+    dcp.load({"averager": loaded}, checkpoint_id=f"{folder}/async")
+    assert loaded.snapshot_steps == reopened.snapshot_steps == copied.snapshot_steps == [2, 3]
+    return [whole(each.average()) for each in (averager, copied, loaded, reopened)]
+
+
+def test_copied_saved_in_the_background_and_stored_on_disk(tmp_path: Path) -> None:
+    for first, *others in on_ranks(2, other_ways, str(tmp_path)):
+        for average in others:
+            assert all(same_bits(average[name], value) for name, value in first.items())
 
 
 def gathered(rank: int) -> list[tuple[Tensor, Tensor]]:
