@@ -31,7 +31,7 @@ help:
 	@echo "make test-oldest  the integrations with the oldest frameworks that are supported"
 	@echo "make test-megatron  with megatron-core, in an environment of its own"
 	@echo "make test-timm  with timm, in an environment of its own"
-	@echo "make test-deepspeed  checkpoints of DeepSpeed, in an environment of its own; minutes"
+	@echo "make test-deepspeed  engines and checkpoints of DeepSpeed, in an environment of its own; minutes"
 	@echo "make test-jax   Orbax checkpoints, with JAX, in an environment of its own"
 	@echo "make test-browser  the report's page in a headless browser"
 
@@ -96,7 +96,9 @@ test-timm: .venv-timm/.timm
 # DeepSpeed trains on CPU processes; the first start compiles one of its operators.
 test-deepspeed: .venv-deepspeed/.deepspeed
 	.venv-deepspeed/bin/python -m pytest -o filterwarnings=default \
-	  tests/integrations/test_deepspeed.py tests/unit/torch_lawa/checkpoints/formats/test_deepspeed.py
+	  tests/integrations/test_deepspeed.py tests/integrations/test_deepspeed_online.py \
+	  tests/integrations/test_deepspeed_frameworks.py tests/integrations/test_deepspeed_docs.py \
+	  tests/unit/torch_lawa/checkpoints/formats/test_deepspeed.py
 
 # Deprecations that Orbax and JAX warn of are theirs.
 test-jax: .venv-jax/.jax
@@ -177,7 +179,8 @@ $(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
 .venv-deepspeed/.deepspeed: $(SOURCES)
 	$(PYTHON) -m venv .venv-deepspeed
 	.venv-deepspeed/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  -e . deepspeed huggingface_hub ninja safetensors pytest pytest-timeout hypothesis
+	  -e . accelerate deepspeed huggingface_hub ninja safetensors scikit-learn transformers \
+	  pytest pytest-timeout hypothesis
 	@touch $@
 
 .venv-jax/.jax: $(SOURCES) constraints-jax.txt

@@ -135,6 +135,8 @@ FRAMEWORKS = (
     "transformers.LatestWeightAveragingCallback",
     "transformers.LatestWeightAveragingTrainer",
     "accelerate.register_averager",
+    "deepspeed.save_checkpoint",
+    "deepspeed.load_checkpoint",
     "timm.timm_checkpoint",
 )
 WITHOUT_MEMBERS = ("DiskStore", "Schedule", "Every", "Horizon", "OnPlateau", "Averager")

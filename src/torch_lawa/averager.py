@@ -209,7 +209,7 @@ class LatestWeightAverager:
             "exclude": self._select.exclude,
             "_sliding": self._window.sliding,
         }
-        return averager_state.pickled(self, arguments)
+        return averager_state.pickled(type(self), arguments, self._counters(), self._window)
 
     @one_at_a_time
     def bind(self, model: nn.Module | Mapping[str, Tensor]) -> None:

@@ -151,11 +151,17 @@ def _block(state: Mapping[str, Any], notes: Mapping[str, Any]) -> Block | None:
     return Block(int(count), int(step), {str(n): local(tensor) for n, tensor in total.items()})
 
 
-def pickled(averager: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
-    """What `__reduce__` returns for an averager that was made with these arguments."""
+def pickled(
+    make: Callable[..., Any], arguments: dict[str, Any], counters: Counters, window: Window
+) -> tuple[Any, ...]:
+    """What `__reduce__` returns for an averager that was made with these arguments.
+
+    In the form of one process, which copies shards as they are.
+    """
     file = io.BytesIO()
-    torch.save(averager.state_dict(), file)
-    return _unpickled, (type(averager), copy.deepcopy(arguments), file.getvalue())
+    window.wait()
+    torch.save(pack(counters, window), file)
+    return _unpickled, (make, copy.deepcopy(arguments), file.getvalue())
 
 
 def _unpickled(make: Callable[..., Any], arguments: dict[str, Any], state: bytes) -> Any:

@@ -2,7 +2,7 @@
 
 Names are canonical, without the prefixes of DDP, `torch.compile` and activation checkpointing. Tied
 weights appear once, under their first name; the other names are recorded as ties. A sharded tensor
-is represented by its local shard.
+is represented by its local shard, a parameter whose master is elsewhere by that master.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torch_lawa.errors import ConfigError, LayoutError
+from torch_lawa.masters import Masters, check_own_weights, masters_of
 from torch_lawa.shards import Sharding, is_fsdp, is_sharded, local, reshard, sharding_of
 
 __all__ = [
@@ -32,13 +33,15 @@ __all__ = [
 BufferRule = Literal["newest", "average"]
 FrozenRule = Literal["keep", "omit"]
 
-# Wrapper classes of PyTorch and the attribute under which each holds the wrapped module.
+# Wrapper classes, and the attribute under which each holds the wrapped module.
 _WRAPPERS = {
+    "DeepSpeedEngine": "module",
     "DistributedDataParallel": "module",
     "DataParallel": "module",
     "OptimizedModule": "_orig_mod",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
 }
+_WRAPPED_BY = ("torch.", "deepspeed.")
 _wrapper_attributes: dict[type[nn.Module], str | None] = {}
 
 # What must be unchanged for a tensor to count as the one seen before. Its strides may change:
@@ -95,9 +98,13 @@ class Selector:
     def __call__(self, source: nn.Module | Mapping[str, Tensor]) -> Selection:
         """The selection of one model."""
         if isinstance(source, nn.Module):
-            tensors = [local(tensor) for tensor in _tensors(source)]
+            masters = masters_of(source)
+            found = _tensors(source)
+            if masters is not None:
+                found = [masters.of(tensor) for tensor in found]
+            tensors = [local(tensor) for tensor in found]
             if not _unchanged(tensors, self._seen):
-                self._sort(list(_of_module(source)))
+                self._sort(list(_of_module(source, masters)))
                 self._seen = [_note(tensor) for tensor in tensors]
         elif isinstance(source, Mapping):
             walked = list(_of_mapping(source))
@@ -192,7 +199,7 @@ def live_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Canonical name -> live tensor (or its local shard); tied tensors once."""
     reshard(model)
     found: dict[object, tuple[str, Tensor]] = {}
-    for name, tensor, _ in _of_module(model):
+    for name, tensor, _ in _of_module(model, masters_of(model)):
         _check(name, tensor)
         found.setdefault(_identity(tensor), (name, local(tensor)))
     return dict(found.values())
@@ -221,23 +228,26 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
 def _wrapper_attribute(cls: type[nn.Module]) -> str | None:
     """By name, since importing the wrappers loads half of PyTorch."""
     if cls not in _wrapper_attributes:
-        names = (c.__name__ for c in cls.__mro__ if c.__module__.startswith("torch."))
+        names = (c.__name__ for c in cls.__mro__ if c.__module__.startswith(_WRAPPED_BY))
         _wrapper_attributes[cls] = next((_WRAPPERS[n] for n in names if n in _WRAPPERS), None)
     return _wrapper_attributes[cls]
 
 
-def _of_module(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor, str]]:
+def _of_module(
+    module: nn.Module, masters: Masters | None, prefix: str = ""
+) -> Iterator[tuple[str, Tensor, str]]:
     """Every parameter and persistent buffer with its canonical name, duplicates included."""
     module = unwrap(module)
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            yield prefix + name, parameter, "trained" if parameter.requires_grad else "frozen"
+            kind = "trained" if parameter.requires_grad else "frozen"
+            yield prefix + name, parameter if masters is None else masters.of(parameter), kind
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
             yield prefix + name, buffer, "buffer"
     for name, child in module._modules.items():
         if child is not None:
-            yield from _of_module(child, f"{prefix}{name}.")
+            yield from _of_module(child, masters, f"{prefix}{name}.")
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
@@ -310,6 +320,7 @@ def _identity(tensor: Tensor) -> object:
 
 
 def _check(name: str, tensor: Tensor) -> None:
+    check_own_weights(name, tensor)
     problem = None
     if is_lazy(tensor):
         problem = "is not initialised yet (a lazy layer): run one forward pass first"

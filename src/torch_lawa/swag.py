@@ -82,13 +82,10 @@ class _Numbers:
         self._key = _key(draw.seed, entry.name)
         self._entry, self._parts = entry, 2 if group.dtype.is_complex else 1
         sharding = draw.shardings.get(entry.name)
-        self._shape = entry.shape if sharding is None else sharding.shape
-        self._own = None if sharding is None else sharding.own_indices()
-        if self._own is not None and tuple(map(len, self._own)) != tuple(entry.shape):
-            raise LayoutError(
-                f"tensor {entry.name!r}: this rank holds a shard of shape {tuple(entry.shape)}, "
-                f"but its placement gives {tuple(map(len, self._own))}; sample without sharding."
-            )
+        try:
+            self._locate = None if sharding is None else sharding.positions(entry.shape)
+        except LayoutError as error:
+            raise LayoutError(f"tensor {entry.name!r}: {error}") from None
 
     def multiply(self, spread: Tensor, start: int, stop: int) -> None:
         """Multiply the tensor's part of a block from `start` to `stop` by its numbers."""
@@ -102,14 +99,14 @@ class _Numbers:
         """Where these elements of the buffer are in the whole tensor, if it were contiguous."""
         flat = torch.arange(low, high, device=device)
         element = flat if self._parts == 1 else flat // self._parts
-        whole, stride = torch.zeros_like(element), 1
-        for dim in reversed(range(len(self._shape))):
-            if self._entry.shape[dim] > 1 or self._own is not None:
-                at = element // self._entry.stride[dim] % self._entry.shape[dim]
-                if self._own is not None:
-                    at = self._own[dim].to(device)[at]
-                whole += at * stride
-            stride *= self._shape[dim]
+        dims = list(zip(self._entry.stride, self._entry.shape, strict=True))
+        at = [element // max(stride, 1) % size for stride, size in dims]
+        whole = torch.zeros_like(element)
+        if self._locate is not None and at:
+            whole = self._locate(at)
+        else:
+            for index, (_, size) in zip(at, dims, strict=True):
+                whole = whole * size + index
         return whole if self._parts == 1 else whole * self._parts + flat % self._parts
 
 

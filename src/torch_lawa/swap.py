@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torch_lawa.errors import LayoutError, SwapError
+from torch_lawa.masters import Masters, masters_of
 from torch_lawa.selection import unwrap, write_into
 from torch_lawa.shards import local, reshard
 
@@ -56,11 +57,16 @@ def _refuse_overlap(
 
 
 def _addresses(model: nn.Module | Mapping[str, Tensor]) -> frozenset[int]:
-    """The addresses of the trained weights; for a sharded model those of the local shards."""
+    """The addresses of the trained weights; for a sharded model those of the local shards.
+
+    And those of the model's own parameters, where the trained weights are masters.
+    """
     tensors: list[Tensor] = []  # anything that is neither is refused elsewhere
     if isinstance(model, nn.Module):
         reshard(model)
         tensors = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if (masters := masters_of(model)) is not None:
+            tensors += [masters.of(parameter) for parameter in tensors]
     elif isinstance(model, Mapping):
         tensors = [tensor for tensor in model.values() if isinstance(tensor, Tensor)]
     # Empty tensors have no address, or share one with another tensor.
@@ -109,7 +115,8 @@ def swapped(
     """Call `write`, which changes `tensors` and maybe buffers of `model`; restore them on exit.
 
     The given tensors and all buffers are restored, including buffers that only the block changed.
-    Their values are saved in `idle_memory` where it has memory for a tensor of that name.
+    If the tensors are masters, the weights that forward passes use follow them, both ways. Values
+    are saved in `idle_memory` where it has memory for a tensor of that name.
     """
     return _Swap(model, tensors, write, idle_memory or contextlib.nullcontext({}))
 
@@ -131,6 +138,7 @@ class _Swap(AbstractContextManager[None]):
         self._model, self._tensors, self._write = model, tensors, write
         self._idle_memory, self._memory = idle_memory, ExitStack()
         self._restore: Callable[[], None] | None = None  # known once all values are saved
+        self._masters: Masters | None = masters_of(model) if tensors else None
 
     def __enter__(self) -> None:
         refuse_if_swapped(self._model, "swapped_into was called")
@@ -139,6 +147,8 @@ class _Swap(AbstractContextManager[None]):
             self._restore = self._save()
             with ordinary_mode():
                 self._write()
+                if self._masters is not None:
+                    self._masters.round_into_copies()
             _clear_autocast_cache()
             return  # here, so that nothing is left to interrupt
         except BaseException:
@@ -183,6 +193,8 @@ class _Swap(AbstractContextManager[None]):
         """Save all values; returns what restores them."""
         inner, room = unwrap(self._model), self._memory.enter_context(self._idle_memory)
         found = {id(tensor): (tensor, room.get(name)) for name, tensor in self._tensors.items()}
+        for copy in () if self._masters is None else self._masters.working_copies():
+            found.setdefault(id(copy), (copy, None))
         buffers = [
             (module._buffers, name, buffer)
             for module in inner.modules()
@@ -208,6 +220,8 @@ class _Swap(AbstractContextManager[None]):
                     now = owner.get(name)
                     if now is not None and now is not buffer and now.shape == buffer.shape:
                         write_into(local(now), values[id(local(buffer))])
+                if self._masters is not None:
+                    self._masters.share_copies()
             _clear_autocast_cache()
 
         return restore

@@ -136,22 +136,30 @@ def _convert(run: Path, tag: str, case: Case) -> None:
     (run / "fp32" / "pytorch_model.bin").rename(out)
     (run / "fp32").rmdir()
     if case.universal:
-        folders = ["--input_folder", run / tag, "--output_folder", run / "universal" / tag]
-        options = ["--num_extract_workers", 1, "--num_merge_workers", 1, "--inject_missing_state"]
-        module = "deepspeed.checkpoint.ds_to_universal"
-        _run("-m", module, *map(str, (*folders, *options)))
+        to_universal(run / tag, run / "universal" / tag)
 
 
-def _run(*command: str) -> None:
-    environment = {
+def to_universal(checkpoint: Path, target: Path) -> None:
+    """Convert a checkpoint with DeepSpeed's own tool."""
+    folders = ["--input_folder", checkpoint, "--output_folder", target]
+    options = ["--num_extract_workers", 1, "--num_merge_workers", 1, "--inject_missing_state"]
+    _run("-m", "deepspeed.checkpoint.ds_to_universal", *map(str, (*folders, *options)))
+
+
+def environment() -> dict[str, str]:
+    """What DeepSpeed needs to train on CPUs."""
+    return {
         **os.environ,
         "DS_ACCELERATOR": "cpu",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # ninja
         "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix) / "torch_extensions"),  # not other versions'
         "PYTHONWARNINGS": "ignore",
     }
+
+
+def _run(*command: str) -> None:
     done = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, *command], env=environment(), capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")

@@ -70,7 +70,7 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
     }
     return TrainingArguments(
         str(folder),
-        use_cpu=True,
+        use_cpu=given.pop("use_cpu", True),
         report_to=given.pop("report_to", "none"),
         disable_tqdm=True,
         dataloader_pin_memory=False,

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from torch_lawa.errors import ConfigError, LayoutError, StateError
@@ -17,9 +16,6 @@ from torch_lawa.shards import Sharding
 from torch_lawa.window import Window
 
 __all__ = ["export_average", "gather_tensor"]
-
-# Values are gathered as bits: every backend supports these dtypes, none supports all dtypes.
-_BITS = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
 
 
 def export_average(
@@ -52,8 +48,8 @@ def export_average(
         means = window.mean_by_tensor(plan.n, plan.weights)
         for tensor in (tensor for file in plan.files for tensor in file.tensors):
             sharding = window.shardings.get(tensor.name)
-            if sharding is not None and _is_split(sharding):
-                part = means.make(tensor.name, tensor.dtype, _device(sharding))
+            if sharding is not None and sharding.is_split:
+                part = means.make(tensor.name, tensor.dtype, sharding.device)
                 where = f"the gathering of {tensor.name}"
                 ranks.exchange(where)  # no rank starts to gather what another does not have
                 with ranks.collective(where):
@@ -86,23 +82,8 @@ def _check_same(signatures: Sequence[str]) -> None:
 
 
 def gather_tensor(part: Tensor, sharding: Sharding) -> Tensor:
-    """The whole tensor, on every rank of the mesh."""
-    bits = sharding.whole(part.view(_BITS[part.dtype.itemsize]))
-    whole: Tensor = bits.full_tensor()  # type: ignore[attr-defined]
-    return whole.view(part.dtype)
-
-
-def _is_split(sharding: Sharding) -> bool:
-    dims = zip(sharding.placements, sharding.mesh.shape, strict=True)
-    return any(size > 1 and not placement.is_replicate() for placement, size in dims)
-
-
-def _device(sharding: Sharding) -> torch.device:
-    """The device on which the mesh gathers; the snapshots may be in host memory."""
-    kind = sharding.mesh.device_type
-    if kind == "cpu":
-        return torch.device(kind)
-    return torch.device(kind, torch.get_device_module(kind).current_device())
+    """The whole tensor, on every rank that holds a part of it."""
+    return sharding.gather(part)
 
 
 def _local(folder: str | os.PathLike[str]) -> Path:

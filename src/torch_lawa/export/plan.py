@@ -114,7 +114,7 @@ def _tensors(
             continue
         if name in window.shardings:
             shape = window.shardings[name].shape
-            _refuse_partial(name, window.shardings[name])
+            _check_gatherable(name, window.shardings[name])
         target = own
         if dtype is not None and own.is_floating_point:
             target = dtype
@@ -124,17 +124,9 @@ def _tensors(
     return found
 
 
-def _refuse_partial(name: str, sharding: Sharding) -> None:
-    if any(placement.is_partial() for placement in sharding.placements):
-        raise LayoutError(
-            f"tensor {name!r} is a partial sum (placements {sharding.placements}): redistribute it "
-            "to Shard or Replicate before it is collected."
-        )
-    if sharding.mesh.get_coordinate() is None:
-        raise LayoutError(
-            f"tensor {name!r} is on a mesh that does not include this rank ({sharding.mesh}): "
-            "export a model of which every rank holds a part of each tensor."
-        )
+def _check_gatherable(name: str, sharding: Sharding) -> None:
+    if (problem := sharding.problem) is not None:
+        raise LayoutError(f"tensor {name!r} {problem}.")
 
 
 def _aliases(window: Window, tensors: list[ExportedTensor], hub_files: HubFiles) -> dict[str, str]:
@@ -158,7 +150,7 @@ def _signature(
     digest = hashlib.sha256(f"{weights} {limit}\n".encode())
     for tensor in tensors:
         sharding = window.shardings.get(tensor.name)
-        split = None if sharding is None else (sharding.placements, sharding.mesh.shape)
+        split = None if sharding is None else sharding.layout()
         digest.update(f"{tensor.name} {tensor.written} {tensor.spec} {split}\n".encode())
     return f"{len(tensors)} tensors ({digest.hexdigest()[:12]}) of steps {steps}"
 

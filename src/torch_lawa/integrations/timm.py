@@ -9,7 +9,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.errors import ConfigError, LayoutError
 from torch_lawa.integrations.torch_swa import from_averaged_model, plain_state_dict
-from torch_lawa.shards import is_sharded_model
+from torch_lawa.masters import is_sharded_model
 from torch_lawa.swap import refuse_if_swapped
 
 __all__ = ["timm_checkpoint"]

@@ -7,8 +7,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.errors import LayoutError
+from torch_lawa.masters import is_sharded_model
 from torch_lawa.selection import unwrap
-from torch_lawa.shards import is_sharded_model
 
 __all__ = ["from_averaged_model", "to_averaged_model"]
 

@@ -27,8 +27,9 @@ from torch.serialization import load, save
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.checkpoints.storage.atomic import publish, remove, sync_file, sync_folder
 from torch_lawa.errors import LawaError, StateError, StoreError
+from torch_lawa.masters import is_sharded_model
 from torch_lawa.ranks.barrier import barrier
-from torch_lawa.shards import is_sharded_model, reshard
+from torch_lawa.shards import reshard
 from torch_lawa.system_errors import unwrapped_errors
 from torch_lawa.validation import DAMAGE
 

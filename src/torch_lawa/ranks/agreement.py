@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from torch_lawa.errors import ConfigError, OutputError, RankError
+from torch_lawa.masters import weights_of
 from torch_lawa.ranks.barrier import barrier, explain_missing_ranks
-from torch_lawa.shards import is_sharded, reshard
+from torch_lawa.shards import reshard, sharding_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -94,13 +95,9 @@ def _groups(model: nn.Module | Mapping[str, Tensor], *, copies: bool) -> "list[P
         return []  # refused when a snapshot is taken of it
     if isinstance(model, nn.Module):
         reshard(model)  # after a forward pass without a backward pass parameters may be gathered
-    for tensor in model.parameters() if isinstance(model, nn.Module) else model.values():
-        if not is_sharded(tensor):
-            continue
-        mesh = tensor.device_mesh  # type: ignore[attr-defined]
-        for dim, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
-            if mesh.size(dim) > 1 and (copies or not placement.is_replicate()):
-                group = mesh.get_group(dim)
+    for tensor in weights_of(model) if isinstance(model, nn.Module) else model.values():
+        if (sharding := sharding_of(tensor)) is not None:
+            for group in sharding.groups(copies=copies):
                 found[group.group_name] = group
     return list(found.values())
 

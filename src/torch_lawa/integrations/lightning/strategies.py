@@ -14,7 +14,7 @@ from torch import nn
 
 from torch_lawa.errors import ConfigError
 from torch_lawa.integrations.lightning._compat import Trainer, rank_zero_warn
-from torch_lawa.shards import is_sharded_model
+from torch_lawa.masters import is_sharded_model
 
 __all__ = [
     "callable_model",

@@ -5,7 +5,7 @@ import copy
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -127,7 +127,8 @@ class LatestWeightAveragingCallback(TrainerCallback):
             )
         self.metrics: Metrics = metrics
         self.monitor = monitor
-        self.attached = False  # to a trainer that knows what to do with an average
+        # Gives the model, once attached to a trainer that knows what to do with an average.
+        self.trained: Callable[[], nn.Module] | None = None
         self.resume_from: Path | None = None  # a checkpoint, from its loading to the first step
         self.model_is_final = False  # the Trainer has loaded its best model: nothing to swap in
         self._strategy: CollectStrategy = strategy
@@ -235,8 +236,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Begin a window, or continue with the one in the checkpoint."""
-        self._require_trainer()
-        model, loader = kwargs["model"], kwargs["train_dataloader"]
+        model, loader = self._require_trainer()(), kwargs["train_dataloader"]
         require_visible_parameters(model)
         self._check_arguments(args, warn=True)
         total, per_epoch = int(state.max_steps), None
@@ -279,7 +279,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
         """
         whole_epoch = float(state.epoch or 0).is_integer()
         if self._strategy == "steps" or (self._strategy == "epoch" and whole_epoch):
-            self._ask(kwargs["model"], state)
+            self._ask(self._require_trainer()(), state)
 
     def before_save(self, model: nn.Module, state: TrainerState) -> None:
         """Collect what is about to be saved, once; before its evaluation if there is one."""
@@ -372,13 +372,15 @@ class LatestWeightAveragingCallback(TrainerCallback):
             )
         self.averager, self._frozen = averager, frozen
 
-    def _require_trainer(self) -> None:
-        if not self.attached:
+    def _require_trainer(self) -> Callable[[], nn.Module]:
+        """What gives the model that is trained: for DeepSpeed its engine."""
+        if self.trained is None:
             raise ConfigError(
                 "LatestWeightAveragingCallback needs a trainer that evaluates and saves the "
                 "average: use LatestWeightAveragingTrainer instead of Trainer, or class "
                 "MyTrainer(LatestWeightAveragingMixin, YourTrainer)."
             )
+        return self.trained
 
     def _check_length(
         self, args: TrainingArguments, total: int | None, saves_every: int | None, *, warn: bool

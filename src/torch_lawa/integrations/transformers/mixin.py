@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import PredictionOutput
@@ -55,7 +56,7 @@ class LatestWeightAveragingMixin(_Base):
         super().add_callback(callback)
         averaging = self._averaging()
         if averaging is not None:
-            averaging.attached = True
+            averaging.trained = lambda: self._trained
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Like the trainer's own `evaluate`, for the trained weights and for the average.
@@ -199,10 +200,13 @@ class LatestWeightAveragingMixin(_Base):
         super().save_model(output_dir, _internal_call=_internal_call)
 
     def _save_average(self, averaging: LatestWeightAveragingCallback, folder: Path) -> None:
-        if self.is_fsdp_enabled and not self._gathers():
-            # Trainer writes no model in this case, only the shards to resume from.
-            averager = averaging.averager
-            averager.save_pretrained(folder, self._trained, k=averaging.k, overwrite=True)
+        if self.is_deepspeed_enabled or (self.is_fsdp_enabled and not self._gathers()):
+            # Trainer may write no model in these cases, only the shards to resume from.
+            # DeepSpeed's masters are float32; the model that it saves is not.
+            dtype = self._dtype() if self.is_deepspeed_enabled else None
+            averaging.averager.save_pretrained(
+                folder, self._trained, k=averaging.k, dtype=dtype, overwrite=True
+            )
             if self.args.should_save and self.processing_class is not None:
                 self.processing_class.save_pretrained(str(folder))
             return
@@ -253,9 +257,10 @@ class LatestWeightAveragingMixin(_Base):
         best = Path(str(self.state.best_model_checkpoint))
         by_average = selects_average(self.args.metric_for_best_model or "")
         averaged = (averaging.metrics == "averaged" or by_average) and (best / _MODEL).is_dir()
-        if not averaged or self.is_fsdp_enabled:
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if not averaged or sharded:
             super()._load_best_model()
-        if averaged and self.is_fsdp_enabled:
+        if averaged and sharded:
             if not averaging.load(self._trained, best):
                 raise StateError(
                     f"{best} holds no window of snapshots to compute its average from: set "
@@ -263,7 +268,12 @@ class LatestWeightAveragingMixin(_Base):
                 )
             device = next(self._trained.parameters()).device
             average = averaging.averager.average(averaging.k, device=device)
-            self._trained.load_state_dict(average, strict=False)
+            if self.is_deepspeed_enabled:
+                from torch_lawa.integrations.deepspeed import put_average
+
+                put_average(self._trained, average)
+            else:
+                self._trained.load_state_dict(average, strict=False)
         elif averaged:
             try:  # let Trainer load it, from another folder
                 self.state.best_model_checkpoint = str(_adapter_in(best / _MODEL, self._trained))
@@ -287,7 +297,10 @@ class LatestWeightAveragingMixin(_Base):
 
     @property
     def _trained(self) -> nn.Module:
-        """The model without its DDP wrapper."""
+        """The model without its DDP wrapper; for DeepSpeed the engine, which has the masters."""
+        if self.is_deepspeed_enabled and self.deepspeed is not None:
+            engine: nn.Module = self.deepspeed
+            return engine
         assert self.model is not None
         return self.model
 
@@ -295,6 +308,10 @@ class LatestWeightAveragingMixin(_Base):
         """Whether FSDP is configured to save whole models."""
         plugin: Any = self.accelerator.state.fsdp_plugin
         return "FULL_STATE_DICT" in str(plugin.state_dict_type)
+
+    def _dtype(self) -> torch.dtype:
+        """Of the model that forward passes use, and that Trainer saves."""
+        return next(p.dtype for p in self._trained.parameters() if p.is_floating_point())
 
     @contextlib.contextmanager
     def _evaluated_average(self, averaging: LatestWeightAveragingCallback) -> Iterator[None]:
