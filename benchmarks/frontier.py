@@ -10,34 +10,22 @@ A RUN is `constant-RATE` (with all its landings as branches, at every budget), `
 `lawa train`: each has folders with `config.json` and `metrics.jsonl`, which `lawa report` reads.
 `--landed 200` lets constant-rate runs land at these epochs instead of the study's.
 
-`--launch N` runs N processes at a time under MPS, in the order given; after `--minutes` none is
-started. Complete runs are skipped. On a machine where a command may take 10 minutes, start it in a
-session of its own:
-
-    LAWA_COMMIT=... PYTHONPATH=src setsid nohup python3 benchmarks/frontier.py decoder RUN... \\
-        --launch 8 --minutes 26 --data data --out /tmp/frontier > /tmp/log.txt 2>&1 < /dev/null &
+`--launch N` runs N processes at a time, in the order given; see `launcher.py`.
 """
 
 import argparse
 import dataclasses
-import math
-import os
 import re
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher import add_options, run_all
+
 from lawa_lab.recipes.budgets import BudgetedRun
-from lawa_lab.recipes.loop import Branch, TrainingCallback, train
+from lawa_lab.recipes.loop import Branch
 from lawa_lab.recipes.registry import find_recipe
 from lawa_lab.recipes.run_folder import RunFolder, RunPlan
-from lawa_lab.recipes.runtime import choose_worker
-from torch_lawa.metrics import Row
 
 
 @dataclass(frozen=True)
@@ -179,111 +167,21 @@ def _number(value: float) -> int | float:
     return int(value) if value == int(value) else value
 
 
-class Lines(TrainingCallback):
-    """One line per evaluation."""
-
-    def __init__(self, name: str) -> None:
-        self._name, self._branch = name, ""
-
-    def on_branch(self, plan: RunPlan) -> None:
-        self._branch = f" {plan.config.run_name}, {plan.config.epochs:g} epochs:"
-
-    def on_trunk(self) -> None:
-        self._branch = ""
-
-    def on_rows(self, rows: list[Row]) -> None:
-        values = [
-            f"{row['weights']}:{row['k'] or row['coefficients'] or ''} {value:.4f}"
-            for row in rows
-            for name, value in row.items()
-            if name in ("valid_loss", "test_accuracy", "valid_accuracy")
-        ]
-        step, seconds = rows[0]["step"], rows[0]["train_seconds"]
-        print(f"{self._name}:{self._branch} {step} ({seconds:.0f} s)", *values, flush=True)
-
-
-def run_one(run: BudgetedRun) -> None:
-    """Train a run and its branches; mark it as finished."""
-    begin = time.perf_counter()
-    for part in run.parts:
-        part.folder.clear()
-    name = run.folder.path.name
-    worker = choose_worker("cpu" if run.plan.smoke else None)
-    train(
-        run.plan, run.folder, worker, save_minutes=1e6, branches=run.branches, callback=Lines(name)
-    )
-    for part in run.parts:  # large, and not needed
-        part.folder.checkpoint.unlink(missing_ok=True)
-    (run.folder.path / "finished").write_text(f"{time.perf_counter() - begin:.1f} s\n")
-
-
-def launch(study: Study, names: list[str], arguments: argparse.Namespace) -> list[str]:
-    """Every run in a process of its own, some at a time; returns those that did not complete."""
-    out, begin = arguments.out, time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - begin:6.0f} s] {text}", flush=True)
-
-    out.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and with it what it started
-    mps = None if arguments.smoke else shutil.which("nvidia-cuda-mps-control")
-    if mps:  # shares of the GPU are not set: they gave NaN
-        say(f"MPS: {subprocess.run([mps, '-d']).returncode} (0: started; else it was running)")
-    defaults = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
-    running, lost = dict[str, "subprocess.Popen[bytes]"](), list[str]()
-    pending = list(names)
-    try:
-        while pending or running:
-            for name in [name for name, process in running.items() if process.poll() is not None]:
-                code = running.pop(name).returncode
-                say(f"{name} ended with {code}")
-                lost += [name] if code else []
-            late = time.monotonic() - begin > 60 * arguments.minutes
-            while pending and not late and len(running) < arguments.launch:
-                name = pending.pop(0)
-                words = [sys.executable, __file__, arguments.study, name, "--out", str(out)]
-                words += ["--data", str(arguments.data)] + ["--smoke"] * arguments.smoke
-                words += ["--landed", *map(str, study.landed)] if arguments.landed else []
-                with (out / f"{name}.txt").open("ab") as log:
-                    running[name] = subprocess.Popen(
-                        words, stdout=log, stderr=log, env={**defaults, **os.environ}
-                    )
-                say(f"{name} started")
-                if arguments.warm and len(running) == 1 and name == names[0]:
-                    time.sleep(arguments.warm)
-            if late and not running:
-                break
-            time.sleep(0.5)
-    finally:
-        for process in running.values():
-            process.terminate()
-    return lost + pending
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("study", choices=sorted(STUDIES))
-    parser.add_argument("runs", nargs="+", metavar="RUN")
-    parser.add_argument("--data", type=Path, default=Path("data"))
-    parser.add_argument("--out", type=Path, default=Path("runs/frontier"))
+    add_options(parser, out="runs/frontier")
     parser.add_argument("--landed", type=float, nargs="+", metavar="EPOCHS")
-    parser.add_argument("--launch", type=int, metavar="N", help="N processes at a time")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="start none after these")
-    parser.add_argument("--warm", type=float, default=0, help="seconds the first compiles alone")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model on made-up data, on CPU")
     arguments = parser.parse_args()
-    left = [name for name in arguments.runs if not (arguments.out / name / "finished").exists()]
-    study = STUDIES[arguments.study]
+    study, words = STUDIES[arguments.study], [arguments.study]
     if arguments.landed:
         study = dataclasses.replace(study, landed=tuple(arguments.landed))
-    runs = [
-        plan_run(study, name, arguments.data, arguments.out, smoke=arguments.smoke) for name in left
-    ]
-    if arguments.launch:
-        lost = launch(study, left, arguments)
-        sys.exit(f"not complete: {', '.join(lost)}" if lost else 0)
-    for run in runs:
-        run_one(run)
+        words += ["--landed", *map(str, study.landed)]
+
+    def plan(name: str) -> BudgetedRun:
+        return plan_run(study, name, arguments.data, arguments.out, smoke=arguments.smoke)
+
+    run_all(arguments, plan, words)
 
 
 if __name__ == "__main__":
