@@ -3,7 +3,6 @@
 import copy
 import math
 import statistics
-import warnings
 from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeAlias
@@ -36,7 +35,7 @@ class SpikeRescue:
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> averager = LatestWeightAverager(k=2)
+    >>> averager = LatestWeightAverager(k=3)
     >>> rescue = SpikeRescue(averager)
     >>> for value, loss in ((1.0, 0.5), (2.0, 0.5), (3.0, 0.5), (9.0, float("nan"))):
     ...     _ = model.weight.data.fill_(value)  # train
@@ -96,6 +95,9 @@ class SpikeRescue:
         self._num_in_vain = 0  # rescues since the last good snapshot
         self.num_rescues = 0
         """How many times the weights went back, or the batch was skipped."""
+        self.message = ""
+        """What the last rescue did, for a log."""
+        self._loss = math.nan  # that was checked last
 
     def __repr__(self) -> str:
         return (
@@ -130,7 +132,7 @@ class SpikeRescue:
 
     def check(self, loss: SupportsFloat | Tensor) -> bool:
         """Whether this loss is a spike; the same on all ranks. Reading it waits for the GPU."""
-        value = self._shared(loss)
+        value = self._loss = self._shared(loss)
         if not self._is_high(value):
             self._losses.append(value)
             self._num_high = 0
@@ -152,7 +154,7 @@ class SpikeRescue:
         if self._num_in_vain > self._limit:
             raise LawaError(
                 f"the loss spiked {self._limit + 1} times since the last good snapshot "
-                f"({self._describe_newest()}): the run has diverged. Lower the learning rate, "
+                f"({self._newest}): the run has diverged. Lower the learning rate, "
                 "check the data, or raise factor or limit."
             )
         state = without_newest(self.averager.state_dict(), self._num_good)
@@ -161,12 +163,10 @@ class SpikeRescue:
         num_snapshots = len(self.averager)
         if num_snapshots:
             go_to_average(model, self.averager, self._k)
+            went = f"the weights went back to the mean of snapshots up to {self._newest}"
         else:
-            warnings.warn(
-                "the loss spiked before there was a good snapshot: the weights stay as they are, "
-                "and this batch is skipped.",
-                stacklevel=2,
-            )
+            went = "there is no good snapshot yet, so the weights stay as they are"
+        self.message = f"the loss spiked to {self._loss:.4g}; {went}, and the batch is skipped."
         for parameter in model.parameters():
             parameter.grad = None
         if optimizer is not None:
@@ -244,9 +244,10 @@ class SpikeRescue:
             dist.all_reduce(total, group=self._group)
         return total.item() / size
 
-    def _describe_newest(self) -> str:
+    @property
+    def _newest(self) -> str:
         steps = self.averager.snapshot_steps
-        return f"of step {steps[-1]}" if steps else "there is none"
+        return f"step {steps[-1]}" if steps else "there was none"
 
 
 def rescue_for(option: bool | SpikeRescue, averager: LatestWeightAverager) -> SpikeRescue | None:

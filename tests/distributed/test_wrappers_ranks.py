@@ -2,7 +2,6 @@
 
 import math
 import sys
-import warnings
 from pathlib import Path
 
 import torch
@@ -29,7 +28,6 @@ def train_all(rank: int) -> dict[str, list[list[torch.Tensor]]]:
     sys.path.insert(0, TESTS)
     from support.toy_task import toy_run
 
-    warnings.simplefilter("ignore")
     worker = choose_worker("cpu")
     found: dict[str, list[list[torch.Tensor]]] = {}
     for name, text in TYPED.items():

@@ -57,7 +57,7 @@ class Vector:
     def norm(self) -> Tensor:
         """The Euclidean norm over all tensors and all ranks."""
         found = torch.nn.utils.get_total_norm(list(self.tensors.values()))
-        return found.full_tensor() if is_sharded(found) else found  # type: ignore[attr-defined, no-any-return]
+        return found.full_tensor() if is_sharded(found) else found  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Tensor]:
         """The tensors themselves."""

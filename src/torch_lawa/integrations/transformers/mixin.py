@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer_utils import PredictionOutput
 
@@ -56,6 +56,14 @@ class LatestWeightAveragingMixin(_Base):
         averaging = self._averaging()
         if averaging is not None:
             averaging.attached = True
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Like the trainer's own; the callback sees the loss, to find spikes."""
+        loss = super().training_step(*args, **kwargs)
+        averaging = self._averaging()
+        if averaging is not None:
+            averaging.add_loss(loss)
+        return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Like the trainer's own `evaluate`, for the trained weights and for the average.

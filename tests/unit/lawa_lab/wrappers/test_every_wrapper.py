@@ -27,7 +27,7 @@ from lawa_lab.wrappers.registry import WRAPPERS, name_wrapped, parse_wrappers
 from lawa_lab.wrappers.vector import Vector
 from torch_lawa.errors import ConfigError, StateError
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:the loss spiked before")]
+pytestmark = pytest.mark.slow
 
 STEPS, NU = 24, 4  # of the toy
 
