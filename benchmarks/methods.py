@@ -40,19 +40,19 @@ from torch_lawa.metrics import Row, read_metrics
 EPOCHS = 24
 SETTINGS: dict[str, tuple[str, ...]] = {
     "plain": ("",),
-    "sam": ("sam:0.02", "sam:0.05", "sam:0.1", "sam:0.2"),
+    "sam": ("sam:0.05", "sam:0.1", "sam:0.2"),
     "ema-nesterov": (
         "ema-nesterov:0.3:0.99:2E", "ema-nesterov:0.6:0.99:2E", "ema-nesterov:0.6:0.9:2E",
     ),
     "outer-nesterov": (
-        "outer-nesterov:30:0.7:0.5", "outer-nesterov:30:0.7:0.9", "outer-nesterov:10:0.5:0.5",
+        "outer-nesterov:30:0.7:0.5", "outer-nesterov:10:0.7:0.5",
     ),
     "outer-nesterov on means": (
-        "outer-nesterov:30:0.7:0.5:1", "outer-nesterov:30:1:0.5:1", "outer-nesterov:30:1:0.8:0.5",
+        "outer-nesterov:30:0.7:0.5:1", "outer-nesterov:30:1:0.5:1",
     ),
-    "pswa": ("pswa:1E:6E", "pswa:3E:6E", "pswa:6E:6E"),
-    "jump": ("jump:2E:10:0", "jump:6E:10:0", "jump:2E:10:1", "jump:6E:10:1", "jump:6E:0:0"),
-    "lookahead": ("lookahead:5:0.8", "lookahead:5:0.5", "lookahead:20:0.5"),
+    "pswa": ("pswa:1E:6E", "pswa:6E:6E"),
+    "jump": ("jump:2E:10:0", "jump:6E:10:0", "jump:6E:10:1", "jump:6E:0:0"),
+    "lookahead": ("lookahead:5:0.8", "lookahead:5:0.5"),
 }  # fmt: skip
 RATES = {"constant": (0.2, 0.4), "cosine": (0.1, 0.2)}
 VALIDATION_SEEDS, TEST_SEEDS = (10, 11), (0, 1, 2)
