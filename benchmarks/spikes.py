@@ -135,7 +135,7 @@ def main() -> None:
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     with ProcessPoolExecutor(arguments.processes) as pool:
         for trial, row in zip(work, pool.map(run, work), strict=True):
-            log.add(kind="row", **row)
+            log.add(kind="row", **{k: None if v != v else v for k, v in row.items()})  # no NaN
             found.setdefault((trial.spike, trial.way), []).append(row)
     for (spike, way), rows in found.items():
         back = [row["steps_until_back"] for row in rows]
