@@ -33,7 +33,7 @@ from torch_lawa import LatestWeightAverager, SpikeRescue, recalibrate_batch_norm
 
 EPOCHS, PER_EPOCH, RATE = 16, 28, 0.2
 SPIKE = 8 * PER_EPOCH + 20  # between two checkpoints of each kind
-WAYS = ("no spike", "nothing", "checkpoint 1", "checkpoint 2", "checkpoint 4", "rescue, reset",
+WAYS = ("no spike", "nothing", "checkpoint 2", "checkpoint 4", "rescue, reset",
         "rescue, keep")  # fmt: skip
 SPIKES = ("rate", "batch")
 SEEDS = (0, 1, 2)

@@ -78,22 +78,33 @@ def toy_gradient(weights: list[Tensor], step: int, poisoned: bool = False) -> li
     return list(torch.autograd.grad((outputs - targets).square().mean(), free))
 
 
-def toy_run(
+def toy_trainer(
     *,
     worker: Worker | None = None,
     parallel: Parallel = "ddp",
     poisoned: tuple[int, ...] = (),
     **settings: Any,
-) -> tuple[list[Tensor], list[Tensor], Trainer]:
-    """The weights before and after the run, whole, and its trainer."""
-    plan = RunPlan(config=ToyConfig(**settings))
-    worker = worker or Worker()
-    trainer = Trainer(plan, ToyTask(worker, poisoned), worker, parallel=parallel)
-    start = whole_weights(trainer)
+) -> Trainer:
+    """A trainer of the toy, before its first step."""
+    plan, worker = RunPlan(config=ToyConfig(**settings)), worker or Worker()
+    return Trainer(plan, ToyTask(worker, poisoned), worker, parallel=parallel)
+
+
+def train_until(trainer: Trainer, last: int | None = None) -> None:
+    """Train and collect as the loop does, up to a step or the end."""
     for batch in trainer.batches():
         trainer.train_step(batch)
         if trainer.averager.schedule.due(trainer.step):
             trainer.collect()
+        if trainer.step == last:
+            return
+
+
+def toy_run(**settings: Any) -> tuple[list[Tensor], list[Tensor], Trainer]:
+    """The weights before and after a run, whole, and its trainer."""
+    trainer = toy_trainer(**settings)
+    start = whole_weights(trainer)
+    train_until(trainer)
     return start, whole_weights(trainer), trainer
 
 

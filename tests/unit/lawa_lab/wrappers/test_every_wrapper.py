@@ -1,6 +1,7 @@
 """One battery for all wrappers: typed text, bad settings, a plain reference, resuming, memory."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,20 +10,17 @@ from typing import Any, get_args
 import pytest
 import torch
 from support.toy_task import (
-    ToyConfig,
-    ToyTask,
     toy_batch,
     toy_gradient,
     toy_run,
+    toy_trainer,
+    train_until,
     whole_weights,
 )
 from support.training import rows_of, run, smoke_plan
 from torch import Tensor
 
 from lawa_lab.recipes.config import OptimizerName
-from lawa_lab.recipes.run_folder import RunPlan
-from lawa_lab.recipes.task import Worker
-from lawa_lab.recipes.trainer import Trainer
 from lawa_lab.wrappers.registry import WRAPPERS, name_wrapped, parse_wrappers
 from lawa_lab.wrappers.vector import Vector
 from torch_lawa.errors import ConfigError, StateError
@@ -275,23 +273,24 @@ def test_it_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
 def test_branches_return_to_its_state(name: str) -> None:
     """After a branch the run continues as if there had been none."""
     *_, expected, _ = toy_run(wrap=(TYPED[name],))
-    plan = RunPlan(config=ToyConfig(wrap=(TYPED[name],)))
-    trainer = Trainer(plan, ToyTask(Worker()), Worker())
-
-    def train_until(last: int) -> None:
-        for batch in trainer.batches():
-            trainer.train_step(batch)
-            if trainer.averager.schedule.due(trainer.step):
-                trainer.collect()
-            if trainer.step == last:
-                break
-
-    train_until(10)
+    trainer = toy_trainer(wrap=(TYPED[name],))
+    plan = trainer.plan
+    train_until(trainer, 10)
     with trainer.branched(replace(plan, config=replace(plan.config, land=0.5))):
-        train_until(20)
+        train_until(trainer, 20)
     assert trainer.step == 10
-    train_until(STEPS)
+    train_until(trainer)
     assert all(map(torch.equal, whole_weights(trainer), expected))
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_it_has_a_card_whose_examples_are_right(name: str) -> None:
+    cards = Path(__file__).parents[4] / "docs" / "methods"
+    assert f"]({name}.md)" in (cards / "README.md").read_text()
+    examples = re.findall(r"--wrap ([a-z][\w.:,-]*[\w])", (cards / f"{name}.md").read_text())
+    assert any(text.partition(":")[0] == name for text in examples)
+    for text in examples:
+        parse_wrappers(text.split(","), "sgd")
 
 
 def test_another_state_is_refused() -> None:
