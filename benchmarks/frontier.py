@@ -5,8 +5,9 @@
     python benchmarks/frontier.py cifar100 RUN... --smoke --out /tmp/smoke          # CPU, seconds
 
 A RUN is `constant-RATE` (with all its landings as branches, at every budget), `linear-RATE-EPOCHS`,
-`cosine-RATE-EPOCHS` or `free-RATE` (Schedule-Free), followed by `-seed-N` (default 0); a first word
-`val-` holds out training images and evaluates on them (CIFAR-100 only). Runs are those of
+`cosine-RATE-EPOCHS` or `free-RATE` (Schedule-Free), followed by `-seed-N` (default 0). Wrappers may
+come before the seed: `constant-0.1-100e+sam:0.05-seed-1`. A first word `val-` holds out training
+images and evaluates on them (CIFAR-100 only). Runs are those of
 `lawa train`: each has folders with `config.json` and `metrics.jsonl`, which `lawa report` reads.
 `--landed 200` lets constant-rate runs land at these epochs instead of the study's.
 
@@ -116,7 +117,7 @@ STUDIES = {
 }  # fmt: skip
 
 _NAME = re.compile(
-    r"(val-)?(constant|linear|cosine|free)-([\d.e-]*\d)(?:-(\d[\d.]*)e)?(?:-seed-(\d+))?"
+    r"(val-)?(constant|linear|cosine|free)-([\d.e-]*\d)(?:-(\d[\d.]*)e)?(?:\+(.+?))?(?:-seed-(\d+))?"
 )
 
 
@@ -125,12 +126,13 @@ def plan_run(study: Study, name: str, data: Path, out: Path, *, smoke: bool) -> 
     found = _NAME.fullmatch(name)
     if found is None:
         raise SystemExit(f"{name}: not a run, such as constant-1e-3-seed-0 or cosine-1e-3-0.5e")
-    held_out, kind, rate, epochs, seed = found.groups()
+    held_out, kind, rate, epochs, wrap, seed = found.groups()
     recipe = find_recipe(study.recipe)
     settings = {
         **(recipe.smoke_values if smoke else {}),
         **study.shared,
         "learning_rate": float(rate),
+        "wrap": tuple(wrap.split("+")) if wrap else (),
         "schedule": kind if kind in ("linear", "cosine") else "constant",
         "epochs": _number(float(epochs)) if epochs else max(study.budgets),
         **(study.anytime if kind == "constant" else {}),

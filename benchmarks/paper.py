@@ -39,7 +39,7 @@ ROBERTA = [
 RUNS: dict[str, list[str]] = {
     **{f"cifar100-sgd-{s}": [*CIFAR, "--seed", str(s)] for s in range(3)},
     **{
-        f"cifar100-lookahead-{s}": [*CIFAR, "--lookahead", "--evaluate-every", "2",
+        f"cifar100-lookahead-{s}": [*CIFAR, "--wrap", "lookahead", "--evaluate-every", "2",
                                     "--variants-every", "5", "--seed", str(s)]
         for s in range(3)
     },

@@ -1,13 +1,17 @@
-"""Tables whose entries register themselves: one module per entry, no list to edit."""
+"""Tables whose entries register themselves: one module per entry, no list to edit.
 
+An entry may be `Typed`: a class whose objects are written as a name and numbers, `ema:0.999`.
+"""
+
+import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from torch_lawa.errors import ConfigError
 
-__all__ = ["Registry"]
+__all__ = ["Registry", "Typed", "parse_typed", "typed_entries"]
 
 Entry = TypeVar("Entry")
 
@@ -60,3 +64,43 @@ class Registry(Mapping[str, Entry]):
             for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
                 importlib.import_module(module.name)
         return self._entries
+
+
+@dataclasses.dataclass(frozen=True)
+class Typed:
+    """Something that is typed as its name and its parameters, separated by colons.
+
+    Every field is a number.
+    """
+
+    name: ClassVar[str]
+    typed: ClassVar[str]  # with its parameters, for `--help`
+
+    @property
+    def parameters(self) -> str:
+        """The parameters as they are typed; they distinguish two entries of one name."""
+        values = (getattr(self, item.name) for item in dataclasses.fields(self))
+        return ":".join(format(value, ".12g") for value in values)
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.parameters}" if self.parameters else self.name
+
+
+AnyTyped = TypeVar("AnyTyped", bound=Typed)
+
+
+def typed_entries(registry: Registry[type[AnyTyped]]) -> str:
+    """All entries as they are typed, for help texts and errors."""
+    return ", ".join(entry.typed for entry in registry.values())
+
+
+def parse_typed(registry: Registry[type[AnyTyped]], kind: str, text: str) -> AnyTyped:
+    """An object from its name and parameters; the error says how to write it."""
+    name, *words = text.split(":")
+    entry = registry.find(name)
+    try:
+        return entry(*map(float, words))
+    except (TypeError, ValueError, OverflowError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{kind} {text!r}: write it as {entry.typed}") from None

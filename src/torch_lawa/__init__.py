@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from torch_lawa.schedule import OnPlateau as OnPlateau
     from torch_lawa.schedule import Schedule as Schedule
     from torch_lawa.schedule import register_schedule as register_schedule
+    from torch_lawa.spike_rescue import SpikeRescue as SpikeRescue
     from torch_lawa.stores.disk import DiskStore as DiskStore
     from torch_lawa.window_choice import WindowChoice as WindowChoice
     from torch_lawa.window_choice import WindowChooser as WindowChooser
@@ -74,6 +75,7 @@ _PUBLIC = {
     "offline.sweep": ("plan_sweep", "run_sweep", "sweep_checkpoints"),
     "offline.watching.watcher": ("watch_run",),
     "schedule": ("Every", "Horizon", "OnPlateau", "Schedule", "register_schedule"),
+    "spike_rescue": ("SpikeRescue",),
     "stores.disk": ("DiskStore",),
     "window_choice": ("WindowChoice", "WindowChooser", "WindowSearch"),
 }

@@ -24,7 +24,7 @@ from torch_lawa.stores.base import Content, Counters, Snapshot
 from torch_lawa.validation import DAMAGE
 from torch_lawa.window import Window
 
-__all__ = ["Saved", "pack", "pack_slots", "pickled", "unpack"]
+__all__ = ["Saved", "pack", "pack_slots", "pickled", "unpack", "without_newest"]
 
 _LIST, _SLOTS = 1, 2  # versions
 
@@ -87,6 +87,31 @@ def pack_slots(counters: Counters, window: Window) -> dict[str, Any]:
         "slots": {str(age): whole(tensors) for age, tensors in enumerate(slots)},
         "kept": whole(newest),
         **({} if window.block is None else {"block": whole(_total(window, block))}),
+    }
+
+
+def without_newest(state: Mapping[str, Any], first: int) -> dict[str, Any] | None:
+    """A state without the snapshots from index `first` on, and without samples after them.
+
+    None if it has neither. Counters are unchanged. Of the tensors that are not averaged there is
+    one copy, which stays.
+    """
+    slots = state["version"] == _SLOTS
+    notes = json.loads(state["notes"]) if slots else state
+    rows = notes["snapshots"]
+    num_kept = sum((row[0] if slots else row["index"]) < first for row in rows)
+    if num_kept == len(rows) and not notes.get("block"):
+        return None
+    cut = {name: value for name, value in state.items() if name != "block"}
+    if not slots:
+        return {**cut, "snapshots": rows[:num_kept]}
+    notes = {**notes, "snapshots": rows[:num_kept]}
+    notes.pop("block", None)
+    newest_first = list(state["slots"].values())[len(rows) - num_kept :]
+    return {
+        **cut,
+        "notes": json.dumps(notes),
+        "slots": {str(age): tensors for age, tensors in enumerate(newest_first)},
     }
 
 

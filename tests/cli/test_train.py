@@ -47,11 +47,20 @@ def test_every_field_is_an_option_with_its_default(
 
 
 def test_options_reach_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--learning-rate", "0.3", "--ks", "4,2", "--lookahead", "--schedule", "constant")
+    words = (
+        "--learning-rate",
+        "0.3",
+        "--ks",
+        "4,2",
+        "--wrap",
+        "lookahead",
+        "--schedule",
+        "constant",
+    )
     assert lawa("train", "digits", *words, "--nu", "7", "--dry-run") == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["learning_rate"], shown["ks"], shown["nu"]) == (0.3, [4, 2], 7)
-    assert (shown["lookahead"], shown["schedule"]) == (True, "constant")
+    assert (shown["wrap"], shown["schedule"]) == (["lookahead"], "constant")
 
 
 def test_what_is_asked_for_goes_before_the_smoke_values(
@@ -71,11 +80,11 @@ def test_what_is_asked_for_goes_before_the_smoke_values(
         (["digits", "--learning-rate", "-1"], 2, "--learning-rate -1.0"),
         (["digits", "--optimizer", "rmsprop"], 2, "rmsprop"),
         (["digits", "--coefficients", "best"], 2, "coefficients 'best'"),
-        (["digits", "--lookahead-alpha", "2"], 2, "--lookahead-alpha 2.0"),
         (["digits", "--epochs", "-3"], 2, "--epochs -3: must be positive"),
         (["digits", "--land", "0.2"], 2, "Set --schedule constant"),
         (["digits", "--budgets", ""], 2, "distinct, positive numbers"),
         (["digits", "--resume", "--overwrite"], 2, "give one of them"),
+        (["digits", "--wrap", "lookahead:5:2"], 2, "lookahead[:K:ALPHA]"),
         (["digits", "--test-fraction", "0.9999"], 1, "test_fraction=0.9999"),
         (["digits", "--device", "tpu"], 1, "cpu"),
         (["cifar100-resnet34"], 1, "cifar-100-binary"),
@@ -139,7 +148,10 @@ def test_a_mistake_neither_costs_nor_leaves_a_run(capsys: pytest.CaptureFixture[
 def test_runs_that_reports_tell_apart_have_folders_of_their_own() -> None:
     smoke = ["train", "digits", "--smoke", "--epochs", "2"]
     assert (
-        lawa(*smoke) == lawa(*smoke, "--schedule", "constant") == lawa(*smoke, "--lookahead") == 0
+        lawa(*smoke)
+        == lawa(*smoke, "--schedule", "constant")
+        == lawa(*smoke, "--wrap", "lookahead")
+        == 0
     )
     found = sorted(path.name for path in Path("runs").iterdir())
     assert found == [

@@ -27,7 +27,7 @@ SHORT: dict[str, dict[str, Any]] = {  # steps of shards are slow on CPUs
 def train(rank: int, path: str, parallel: str, stop: int, recipe: str) -> str | None:
     """Train a smoke run, or go on with it, until it is stopped."""
     sys.path.insert(0, TESTS)
-    plan = smoke_plan(recipe, lookahead=True, methods=("ema:0.9",), **SHORT.get(recipe, {}))
+    plan = smoke_plan(recipe, wrap=("lookahead",), methods=("ema:0.9",), **SHORT.get(recipe, {}))
     worker = choose_worker("cpu")
     options = {"parallel": parallel, "save_trajectory": True}
     try:

@@ -31,7 +31,7 @@ def _nothing_compiled() -> None:
     ("recipe", "changes"),
     [
         ("cifar100-resnet34", {"width": 16}),
-        ("cifar100-resnet34", {"lookahead": True}),
+        ("cifar100-resnet34", {"wrap": ("lookahead", "sam", "rescue")}),
         ("wikitext103-roberta", {}),
     ],
 )

@@ -9,10 +9,9 @@ that has a `fit` is given training and validation data before each evaluation: s
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from lawa_lab.registry import Registry
-from torch_lawa.errors import ConfigError
+from lawa_lab.registry import Registry, Typed, parse_typed, typed_entries
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,20 +22,8 @@ __all__ = ["METHODS", "Method", "RingMethod", "parse_method", "register_method",
 
 
 @dataclasses.dataclass(frozen=True)
-class Method(abc.ABC):
+class Method(Typed, abc.ABC):
     """One averaging method and its parameters; every field is a number."""
-
-    name: ClassVar[str]
-    typed: ClassVar[str]  # with its parameters, for `--help`
-
-    @property
-    def parameters(self) -> str:
-        """The parameters as they are typed; they distinguish two methods of one name in rows."""
-        values = (getattr(self, item.name) for item in dataclasses.fields(self))
-        return ":".join(format(value, ".12g") for value in values)
-
-    def __str__(self) -> str:
-        return f"{self.name}:{self.parameters}" if self.parameters else self.name
 
     @abc.abstractmethod
     def build(self, model: "nn.Module") -> "Averager":
@@ -72,7 +59,7 @@ def register_method(method: type[AnyMethod]) -> type[AnyMethod]:
 
 def typed_methods() -> str:
     """All methods as they are typed, for help texts and errors."""
-    return ", ".join(method.typed for method in METHODS.values())
+    return typed_entries(METHODS)
 
 
 def parse_method(text: str) -> Method:
@@ -81,11 +68,4 @@ def parse_method(text: str) -> Method:
     >>> parse_method("ema:0.999")
     Ema(decay=0.999)
     """
-    name, *words = text.split(":")
-    method = METHODS.find(name)
-    try:
-        return method(*map(float, words))
-    except (TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"method {text!r}: write it as {method.typed}") from None
+    return parse_typed(METHODS, "method", text)

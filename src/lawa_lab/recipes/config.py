@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from lawa_lab.methods import rules as rules  # registers them
 from lawa_lab.methods.registry import parse_method, typed_methods
+from lawa_lab.wrappers.registry import name_wrapped, parse_wrappers, typed_wrappers
 from torch_lawa.coefficients import parse_coefficients
 from torch_lawa.errors import ConfigError
 from torch_lawa.validation import one_of
@@ -84,9 +85,11 @@ class TrainConfig(abc.ABC):
     beta2: float = setting(0.999, "Adam's beta2.", below=1)
     epsilon: float = setting(1e-8, "Adam's epsilon.")
     clip_norm: float | None = setting(None, "Clip the gradient norm to this value.")
-    lookahead: bool = setting(False, "Wrap the optimizer in Lookahead.")
-    lookahead_alpha: float = setting(0.8, "Lookahead's step size for the slow weights.", maximum=1)
-    lookahead_k: int = setting(5, "Optimizer steps per update of Lookahead's slow weights.")
+    wrap: tuple[str, ...] = setting(
+        (),
+        "Methods that change training, around the optimizer, the innermost first, such as "
+        f"lookahead:5:0.8 or sam:0.05,rescue. Available: {typed_wrappers()}.",
+    )
 
     nu: int | None = setting(
         None, "Take a snapshot, and evaluate, every NU steps [default: after each epoch]."
@@ -167,6 +170,7 @@ class TrainConfig(abc.ABC):
         for policy in self.batch_norm:
             one_of("batch_norm", policy, ("re-estimated", "copied"))
         one_of("optimizer", self.optimizer, get_args(OptimizerName))
+        parse_wrappers(self.wrap, self.optimizer)
         one_of("schedule", self.schedule, get_args(LearningRateSchedule))
         one_of("land_shape", self.land_shape, get_args(LandingShape))
         if self.schedule != "constant" and (self.land or self.schedule_free):
@@ -190,7 +194,7 @@ class TrainConfig(abc.ABC):
     @property
     def run_name(self) -> str:
         """The name of the run in reports, which distinguishes runs of one recipe."""
-        name = f"lookahead({self.optimizer})" if self.lookahead else self.optimizer
+        name = name_wrapped(self.wrap, self.optimizer)
         if self.schedule != type(self).schedule and not self.schedule_free:
             name += f", {self.schedule} rate"
         if self.land:

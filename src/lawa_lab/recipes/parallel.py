@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lawa_lab.recipes.optimizers import Lookahead
 from lawa_lab.recipes.run_folder import RunFolder
 from lawa_lab.recipes.task import Worker
 from torch_lawa.averager import LatestWeightAverager
@@ -72,8 +71,8 @@ class SingleProcess:
     def state_of(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | Lookahead,
-        averagers: Mapping[str, Any],
+        optimizer: torch.optim.Optimizer,
+        parts: Mapping[str, Any],
         progress: Mapping[str, Any],
     ) -> State:
         """Everything that the rest of the run depends on, in the form that `save` writes."""
@@ -81,22 +80,22 @@ class SingleProcess:
             **progress,
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
-            **{name: averager.state_dict() for name, averager in averagers.items()},
+            **{name: part.state_dict() for name, part in parts.items()},
         }
 
     def restore(
         self,
         state: State,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | Lookahead,
-        averagers: Mapping[str, Any],
+        optimizer: torch.optim.Optimizer,
+        parts: Mapping[str, Any],
     ) -> Mapping[str, Any]:
         """Put a loaded state back into its objects; returns the progress."""
         try:
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
-            for name, averager in averagers.items():
-                averager.load_state_dict(state[name])
+            for name, part in parts.items():
+                part.load_state_dict(state[name])
         except (KeyError, RuntimeError) as error:
             raise StateError(f"the checkpoint does not match this run: {error}") from None
         return state
@@ -179,48 +178,43 @@ class Shards(Copies):
     def state_of(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | Lookahead,
-        averagers: Mapping[str, Any],
+        optimizer: torch.optim.Optimizer,
+        parts: Mapping[str, Any],
         progress: Mapping[str, Any],
     ) -> State:
-        """State dicts of shards; `torch.distributed.checkpoint` reads those of the averagers."""
+        """State dicts of shards; `torch.distributed.checkpoint` reads those of the parts."""
         from torch.distributed.checkpoint.state_dict import (
             get_model_state_dict,
             get_optimizer_state_dict,
         )
 
         self.synchronize_buffers(model)  # one copy is written, by whichever rank
-        for averager in averagers.values():
-            if isinstance(averager, LatestWeightAverager):
-                averager.bind(model)  # the names must be known before the first snapshot
-        state: State = {
+        for part in parts.values():
+            if isinstance(part, LatestWeightAverager):
+                part.bind(model)  # the names must be known before the first snapshot
+        return {
             "model": get_model_state_dict(model),
-            "optimizer": get_optimizer_state_dict(model, _inner(optimizer)),
-            **averagers,
+            "optimizer": get_optimizer_state_dict(model, optimizer),
+            **parts,
             "progress": dict(progress),
         }
-        if isinstance(optimizer, Lookahead):
-            state["slow"] = {str(index): tensor for index, tensor in enumerate(optimizer.slow)}
-        return state
 
     def restore(
         self,
         state: State,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | Lookahead,
-        averagers: Mapping[str, Any],
+        optimizer: torch.optim.Optimizer,
+        parts: Mapping[str, Any],
     ) -> Mapping[str, Any]:
-        """The averagers were restored in place by `load`."""
+        """The parts were restored in place by `load`."""
         from torch.distributed.checkpoint.state_dict import (
             set_model_state_dict,
             set_optimizer_state_dict,
         )
 
         set_model_state_dict(model, state["model"])
-        set_optimizer_state_dict(model, _inner(optimizer), optim_state_dict=state["optimizer"])
+        set_optimizer_state_dict(model, optimizer, optim_state_dict=state["optimizer"])
         progress: Mapping[str, Any] = state["progress"]
-        if isinstance(optimizer, Lookahead):
-            optimizer.load_slow(state["slow"].values(), int(progress["step"]))
         return progress
 
     def save(self, state: State, folder: RunFolder) -> None:
@@ -277,7 +271,3 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
 def _failures(error: "CheckpointException") -> str:
     """What failed on each rank, without the tracebacks."""
     return "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
-
-
-def _inner(optimizer: torch.optim.Optimizer | Lookahead) -> torch.optim.Optimizer:
-    return optimizer.inner if isinstance(optimizer, Lookahead) else optimizer

@@ -24,6 +24,8 @@ from lawa_lab.recipes.quantization import quantized
 from lawa_lab.recipes.run_folder import RunFolder, RunPlan
 from lawa_lab.recipes.runtime import require_deterministic
 from lawa_lab.recipes.task import Batch, Task, Worker, mixed_seed
+from lawa_lab.recipes.wrapped_optimizer import WrappedOptimizer
+from lawa_lab.wrappers.registry import parse_wrappers
 from torch_lawa.averager import Averager, LatestWeightAverager
 from torch_lawa.batch_norm import recalibrate_batch_norm
 from torch_lawa.coefficients import Coefficients, name_coefficients, parse_coefficients
@@ -79,12 +81,16 @@ class Trainer:
             min_snapshots=None if config.horizon is None else 1,
             store="device" if cuda else "host",
         )
+        wrappers = parse_wrappers(config.wrap, config.optimizer)
+        self._wrapped = WrappedOptimizer(
+            wrappers, self.model, self.optimizer, self.averager, worker
+        )
         self.methods: dict[str, Averager] = {
             str(m): m.read(self.averager) if isinstance(m, RingMethod) else m.build(self.model)
             for m in map(parse_method, config.methods)
         }
         if config.schedule_free:
-            self.methods[ScheduleFreeAverage.kind] = ScheduleFreeAverage(self.optimizer)  # type: ignore[arg-type]
+            self.methods[ScheduleFreeAverage.kind] = ScheduleFreeAverage(self.optimizer)
         self._search = WindowSearch(config.ks) if config.choose_window else None
         self._stopwatch = Stopwatch(worker.device)
         self._stopwatch.seconds = dict.fromkeys(self.methods, 0.0)
@@ -112,9 +118,7 @@ class Trainer:
             yield
         finally:
             self._follow(own)
-            self.progress = self.parallel.restore(
-                state, self.model, self.optimizer, self._averagers
-            )
+            self.progress = self.parallel.restore(state, self.model, self.optimizer, self._parts)
 
     def _follow(self, plan: RunPlan) -> None:
         self.plan, self.config = plan, plan.config
@@ -141,16 +145,28 @@ class Trainer:
             yield from itertools.islice(self.task.batches(epoch, first), left)
 
     def train_step(self, batch: Batch) -> None:
-        """One optimizer step, with gradients accumulated over micro-batches."""
+        """One optimizer step, with what wraps it."""
         if self._began is None:
             self._began = time.perf_counter()
-        # For dropout; the task draws its batches from generators of its own.
-        torch.manual_seed(mixed_seed(self.plan.seed, _STEP, self.step, self.worker.rank))
         self.model.train()
         rate = learning_rate(self.config, self.step, self.num_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        share = rate / self.config.learning_rate
+        loss = self._wrapped.step(lambda: self._gradient(batch), rate_share=share)
+        self.step += 1
+        if loss is not None:
+            self._loss += loss
+            self._num_losses += 1
+        if self.methods:
+            self._step_methods()
+
+    def _gradient(self, batch: Batch) -> Tensor:
+        """The gradient at the present weights, accumulated over micro-batches; returns the loss."""
+        # For dropout; the task draws its batches from generators of its own.
+        torch.manual_seed(mixed_seed(self.plan.seed, _STEP, self.step, self.worker.rank))
         self.optimizer.zero_grad()
+        total = torch.zeros_like(self._loss)
         parts = _split(batch, self.config.micro_batch_size)
         for i, part in enumerate(parts):
             synchronization = self.parallel.micro_batch(self.trained, last=i == len(parts) - 1)
@@ -162,14 +178,10 @@ class Trainer:
                 with self.autocast():
                     loss = self.task.loss(self.trained, part) / len(parts)
                 loss.backward()  # type: ignore[no-untyped-call]
-            self._loss += loss.detach()
+            total += loss.detach()
         if self.config.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
-        self.optimizer.step()
-        self.step += 1
-        self._num_losses += 1
-        if self.methods:
-            self._step_methods()
+        return total
 
     def collect(self) -> None:
         """Take a snapshot of the weights."""
@@ -346,7 +358,7 @@ class Trainer:
     def state_dict(self) -> State:
         """Everything that the rest of the run depends on."""
         progress = self.progress
-        return self.parallel.state_of(self.model, self.optimizer, self._averagers, progress)
+        return self.parallel.state_of(self.model, self.optimizer, self._parts, progress)
 
     def save(self, folder: RunFolder) -> None:
         """Write a checkpoint; called on every rank."""
@@ -357,7 +369,7 @@ class Trainer:
         state = self.parallel.load(folder, self.state_dict)
         if state is None:
             return False
-        progress = self.parallel.restore(state, self.model, self.optimizer, self._averagers)
+        progress = self.parallel.restore(state, self.model, self.optimizer, self._parts)
         try:
             self.progress = progress
         except KeyError as error:
@@ -365,10 +377,10 @@ class Trainer:
         return True
 
     @property
-    def _averagers(self) -> dict[str, Any]:
+    def _parts(self) -> dict[str, Any]:
         """By their names in a checkpoint."""
         search = {} if self._search is None else {"window search": self._search}
-        return {"averager": self.averager, **self.methods, **search}
+        return {"averager": self.averager, **self.methods, **search, **self._wrapped.built}
 
     def _labels(self) -> Row:
         labels: Row = {
@@ -386,6 +398,7 @@ class Trainer:
             "num_devices": self.worker.world_size,
             "train_seconds": self.train_seconds,
             "collect_seconds": self.collect_seconds,
+            **self._wrapped.facts,
         }
         if self._num_losses:
             total = [self._loss.item() / self._num_losses]

@@ -27,6 +27,7 @@ from torch_lawa.integrations.lightning.strategies import (
 )
 from torch_lawa.integrations.random_state import preserved_rng
 from torch_lawa.ranks.agreement import check_same_choice
+from torch_lawa.spike_rescue import SpikeRescue
 from torch_lawa.swap import swapped
 from torch_lawa.validation import whole_number
 from torch_lawa.window_choice import WindowChoice, WindowSearch, newest_is_live
@@ -46,10 +47,11 @@ class ModuleAverage:
         forward: Callable[[Any, Any], Any],
         search: WindowSearch | None = None,
         monitor: str = "val_loss",
+        rescue: SpikeRescue | None = None,
     ) -> None:
         self.name, self.cadence, self.batch_norm = name, cadence, batch_norm
         self._options, self._forward = options, forward
-        self.search, self.monitor = search, monitor
+        self.search, self.monitor, self._rescue = search, monitor, rescue
         self.trial: int | None = None  # the window that is being measured
         self.choice: WindowChoice | None = None  # of the last validation of `fit`
         self._averager: LatestWeightAverager | None = None
@@ -66,6 +68,13 @@ class ModuleAverage:
             schedule = copy.deepcopy(self.cadence.schedule)
             self._averager = LatestWeightAverager(**self._options, schedule=schedule)
         return self._averager
+
+    @property
+    def rescue(self) -> SpikeRescue | None:
+        """What watches the loss, if anything does."""
+        if self._rescue is not None and self._rescue.averager is not self.averager:
+            self._rescue = self._rescue.watching(self.averager)
+        return self._rescue
 
     @property
     def k(self) -> int | None:
@@ -90,8 +99,9 @@ class ModuleAverage:
         self.cadence.restart(self.averager)
         self.batch_norm.clear()
         self.choice = None
-        if self.search is not None:
-            self.search.reset()
+        for part in (self.search, self.rescue):
+            if part is not None:
+                part.reset()
         self._owner = weakref.ref(pl_module)
 
     def belongs_to(self, pl_module: LightningModule) -> bool:
@@ -184,6 +194,7 @@ class ModuleAverage:
         return {
             "batch_norm": self.batch_norm.state_dict(self.averager, self.k),
             "choice": None if self.search is None else self.search.state_dict(),
+            "rescue": None if self.rescue is None else self.rescue.state_dict(),
             "latest_step": self.latest_step,
             "latest_epoch": self.latest_epoch,
         }
@@ -195,6 +206,8 @@ class ModuleAverage:
         self.saved_step, self.latest_epoch = step, epoch
         if self.search is not None and state["choice"] is not None:
             self.search.load_state_dict(state["choice"])
+        if self.rescue is not None and state.get("rescue") is not None:
+            self.rescue.load_state_dict(state["rescue"])
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy has: the window, but not the module that it is of or swapped into."""

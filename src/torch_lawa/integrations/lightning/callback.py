@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import Tensor
+from torch.optim import Optimizer
+
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.batch_norm_cache import BatchNormCache
 from torch_lawa.errors import ConfigError, NotReadyError
@@ -24,10 +27,12 @@ from torch_lawa.integrations.lightning.side_by_side import evaluate_twice
 from torch_lawa.integrations.lightning.strategies import (
     check_strategy,
     refuse_reparametrisation,
+    release_gathered,
     trained_model,
 )
 from torch_lawa.ranks.agreement import check_same_decision
 from torch_lawa.schedule import Schedule, choose_schedule
+from torch_lawa.spike_rescue import SpikeRescue, rescue_for
 from torch_lawa.stores.base import Store
 from torch_lawa.window_choice import WindowChoice, WindowSearch, search_for
 
@@ -78,6 +83,8 @@ class LatestWeightAveraging(Callback):
             other windows than 1, k/4, k/2 and k, or `WindowSearch(mode="max")` for an accuracy.
             Implies `side_by_side`: `val_loss_averaged` is of the chosen window, and `averaged_k`
             and `averaged_seconds` are logged with it.
+        rescue_spikes: When the training loss spikes or is NaN, go back to the mean of the good
+            snapshots and skip the batch. Give a `SpikeRescue(factor=1.5)` for other settings.
         name: The suffix of those metrics, which also tells two of these callbacks apart.
         batch_norm_batches: How many batches of the train loader the BatchNorm statistics of the
             average are re-estimated from; 0 keeps those of the newest snapshot.
@@ -101,6 +108,7 @@ class LatestWeightAveraging(Callback):
         store: Literal["host", "device"] | Store = "host",
         side_by_side: bool = False,
         choose_window: bool | WindowSearch = False,
+        rescue_spikes: bool | SpikeRescue = False,
         name: str = "averaged",
         batch_norm_batches: int = 40,
         **kwargs: Any,
@@ -136,7 +144,9 @@ class LatestWeightAveraging(Callback):
             self.batch_norm_forward,
             search,
             monitor,
+            rescue_for(rescue_spikes, tried),
         )
+        self._step_loss: Tensor | None = None  # of the batches since the last optimizer step
         self._forward_untried = False  # whether the forward pass for BatchNorm is yet to be tried
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
@@ -240,7 +250,7 @@ class LatestWeightAveraging(Callback):
             average.begin(pl_module)
         if step == 0:
             average.latest_epoch = -1
-        average.latest_step = step
+        average.latest_step, self._step_loss = step, None
         saved_after_a_batch = trainer.fit_loop.epoch_loop.restarted_on_train_batch_end
         if saved_after_a_batch and average.saved_step is not None:
             # Perhaps before this callback's hook for that batch. If the batch was the last one of
@@ -248,6 +258,27 @@ class LatestWeightAveraging(Callback):
             average.latest_step = average.saved_step
             self._follow(trainer, trainer.current_epoch - 1)
         self._forward_untried = average.batch_norm.needed(pl_module)
+
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
+        """Add the loss of a batch, as a share of its optimizer step."""
+        if self._average.rescue is None:
+            return
+        scaler = getattr(trainer.precision_plugin, "scaler", None)  # of float16
+        own = loss.detach() if scaler is None else loss.detach() / scaler.get_scale()
+        self._step_loss = own if self._step_loss is None else self._step_loss + own
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Go back if the loss of this step is a spike; the step then does nothing."""
+        (loss, self._step_loss), rescue = (self._step_loss, None), self._average.rescue
+        if rescue is not None and loss is not None:
+            model = trained_model(trainer)
+            release_gathered(model)
+            if rescue(model, optimizer, loss):
+                rank_zero_warn(f"Step {trainer.global_step + 1}: {rescue.message}")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

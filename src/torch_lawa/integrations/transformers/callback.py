@@ -25,6 +25,7 @@ from torch_lawa.integrations.window_files import IN_TRAINER_CHECKPOINT, load_win
 from torch_lawa.ranks.agreement import check_same_choice, check_same_decision
 from torch_lawa.schedule import Every, Schedule, choose_schedule
 from torch_lawa.selection import FrozenRule
+from torch_lawa.spike_rescue import SpikeRescue, rescue_for
 from torch_lawa.stores.base import Store
 from torch_lawa.validation import one_of
 from torch_lawa.window_choice import WindowChoice, WindowSearch, newest_is_live, search_for
@@ -70,6 +71,8 @@ class LatestWeightAveragingCallback(TrainerCallback):
             `WindowSearch(mode="max")` for an accuracy. `eval_averaged_loss` is of the chosen
             window, `eval_averaged_k4_loss` of the window of 4; `eval_averaged_k` and
             `eval_averaged_seconds` are logged as well.
+        rescue_spikes: When the training loss spikes or is NaN, go back to the mean of the good
+            snapshots and skip the batch. Give a `SpikeRescue(factor=1.5)` for other settings.
         batch_norm_batches: How many batches of training data the BatchNorm statistics of the
             average are re-estimated from; 0 keeps those of the newest snapshot. Has no effect on
             models without BatchNorm layers.
@@ -96,6 +99,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
         monitor: str = "eval_loss",
         metrics: Metrics = "both",
         choose_window: bool | WindowSearch = False,
+        rescue_spikes: bool | SpikeRescue = False,
         batch_norm_batches: int = 40,
         coefficients: Coefficients | None = None,
         min_snapshots: int | None = None,
@@ -159,6 +163,8 @@ class LatestWeightAveragingCallback(TrainerCallback):
         )
         if self.search is not None:
             self.search.check(self.averager)
+        self.rescue = rescue_for(rescue_spikes, self.averager)
+        self._step_loss: torch.Tensor | float = 0.0  # of the micro-batches since the last step
         self._frozen: str | None = None  # the rule of the averager that is not a placeholder
 
     @property
@@ -264,6 +270,23 @@ class LatestWeightAveragingCallback(TrainerCallback):
                 "with save_only_model): a new window begins at this step."
             )
 
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Add the loss of a micro-batch, as a share of its step."""
+        if self.rescue is not None:
+            self._step_loss = self._step_loss + loss.detach()
+
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Go back if the loss of this step is a spike; the step then does nothing."""
+        loss, self._step_loss = self._step_loss, 0.0
+        if self.rescue is not None and self.rescue(kwargs["model"], kwargs["optimizer"], loss):
+            logger.warning(f"Step {state.global_step + 1}: {self.rescue.message}")
+
     def on_step_end(
         self,
         args: TrainingArguments,
@@ -313,17 +336,19 @@ class LatestWeightAveragingCallback(TrainerCallback):
 
     def save(self, model: nn.Module, checkpoint: Path, *, writes: bool) -> None:
         """Put the window into a checkpoint; called in every process."""
-        notes = {"choice": None if self.search is None else self.search.state_dict()}
+        parts = {"choice": self.search, "rescue": self.rescue}
+        notes = {name: None if part is None else part.state_dict() for name, part in parts.items()}
         path = checkpoint / IN_TRAINER_CHECKPOINT
         save_window(self.averager, model, path, writes=writes, notes=notes)
 
     def load(self, model: nn.Module, checkpoint: Path) -> bool:
         """Restore the window of a checkpoint, if it has one."""
         saved = load_window(self.averager, model, checkpoint / IN_TRAINER_CHECKPOINT)
-        if saved is not None and self.search is not None:
-            with saved.reading():
-                if (choice := saved.notes["choice"]) is not None:
-                    self.search.load_state_dict(choice)
+        for name, part in (("choice", self.search), ("rescue", self.rescue)):
+            if saved is not None and part is not None:
+                with saved.reading():
+                    if (state := saved.notes.get(name)) is not None:
+                        part.load_state_dict(state)
         return saved is not None
 
     def put_batch_norm(self, trainer: Trainer) -> None:
@@ -352,6 +377,9 @@ class LatestWeightAveragingCallback(TrainerCallback):
         self.model_is_final, self.choice = False, None
         if self.search is not None:
             self.search.reset()
+        if self.rescue is not None:
+            self.rescue.reset()
+        self._step_loss = 0.0
         self._batch_norm.clear()
         # With adapters nothing else is kept; in other models a frozen layer may be unfrozen later.
         frozen: FrozenRule = "omit" if _has_adapters(model) else "keep"
@@ -371,6 +399,8 @@ class LatestWeightAveragingCallback(TrainerCallback):
                 f"{averager.snapshot_steps}): resume that run, or give a DiskStore on a new folder."
             )
         self.averager, self._frozen = averager, frozen
+        if self.rescue is not None:
+            self.rescue = self.rescue.watching(averager)
 
     def _require_trainer(self) -> Callable[[], nn.Module]:
         """What gives the model that is trained: for DeepSpeed its engine."""

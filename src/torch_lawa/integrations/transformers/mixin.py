@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer_utils import PredictionOutput
 
@@ -57,6 +57,14 @@ class LatestWeightAveragingMixin(_Base):
         averaging = self._averaging()
         if averaging is not None:
             averaging.trained = lambda: self._trained
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Like the trainer's own; the callback sees the loss, to find spikes."""
+        loss = super().training_step(*args, **kwargs)
+        averaging = self._averaging()
+        if averaging is not None:
+            averaging.add_loss(loss)
+        return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Like the trainer's own `evaluate`, for the trained weights and for the average.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lawa_lab.recipes.learning_rate import learning_rate
 from lawa_lab.recipes.loop import make_task, train
-from lawa_lab.recipes.optimizers import Lookahead, build_optimizer
+from lawa_lab.recipes.optimizers import build_optimizer
 from lawa_lab.recipes.registry import RECIPES
 from lawa_lab.recipes.run_evaluator import RunEvaluator
 from lawa_lab.recipes.run_folder import RunFolder, RunPlan
@@ -32,7 +32,7 @@ STEPS = 4 * 9  # of the plan of the digits
 
 def digits_plan() -> RunPlan:
     """Shorter than the smoke run: large batches, so few steps."""
-    return smoke_plan("digits", lookahead=True, batch_size=96)
+    return smoke_plan("digits", wrap=("lookahead",), batch_size=96)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -231,39 +231,6 @@ def test_ctrl_c_at_the_last_step_comes_too_late(tmp_path: Path) -> None:
     assert (tmp_path / "averaged.safetensors").exists()
 
 
-class TestLookahead:
-    def reference(self, fast: Tensor, gradients: list[Tensor], alpha: float, k: int) -> Tensor:
-        """Algorithm 1 of the Lookahead paper with plain SGD inside, in float64."""
-        slow = fast.clone()
-        for i, gradient in enumerate(gradients, start=1):
-            fast = fast - 0.1 * gradient
-            if i % k == 0:
-                slow = slow + alpha * (fast - slow)
-                fast = slow.clone()
-        return fast
-
-    @pytest.mark.parametrize(("alpha", "k"), [(0.8, 5), (0.5, 1), (1.0, 3)])
-    def test_it_is_the_papers_algorithm(self, alpha: float, k: int) -> None:
-        start = torch.randn(7, dtype=torch.float64)
-        gradients = [torch.randn(7, dtype=torch.float64) for _ in range(23)]
-        weight = nn.Parameter(start.clone())
-        optimizer = Lookahead(torch.optim.SGD([weight], lr=0.1), alpha=alpha, k=k)
-        for i, gradient in enumerate(gradients):
-            if i == 11:  # through a checkpoint
-                saved, state = weight.detach().clone(), optimizer.state_dict()
-                weight = nn.Parameter(saved)
-                optimizer = Lookahead(torch.optim.SGD([weight], lr=0.1), alpha=alpha, k=k)
-                optimizer.load_state_dict(state)
-            weight.grad = gradient
-            optimizer.step()
-        torch.testing.assert_close(weight.data, self.reference(start, gradients, alpha, k))
-
-    def test_another_state_is_refused(self) -> None:
-        optimizer = Lookahead(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1))
-        with pytest.raises(StateError, match="Lookahead"):
-            optimizer.load_state_dict(optimizer.inner.state_dict())
-
-
 def test_optimizers_are_the_ones_asked_for() -> None:
     plan = smoke_plan("digits")
     net = nn.Linear(1, 1)
@@ -277,8 +244,6 @@ def test_optimizers_are_the_ones_asked_for() -> None:
     assert type(adamw) is torch.optim.AdamW
     assert (adamw.defaults["betas"], adamw.defaults["eps"]) == ((0.9, 0.98), 1e-6)
     assert adamw.defaults["weight_decay"] == plan.config.weight_decay
-    wrapped = built(optimizer="adamw", lookahead=True)
-    assert (type(wrapped.inner), wrapped.alpha, wrapped.k) == (torch.optim.AdamW, 0.8, 5)
 
 
 def test_the_rate_rises_in_a_line_and_falls_as_asked() -> None:
@@ -300,7 +265,7 @@ def test_a_plan_names_its_run() -> None:
 
     assert name() == "adamw"
     assert name(schedule="constant") == "adamw, constant rate"
-    assert name(lookahead=True, optimizer="sgd") == "lookahead(sgd)"
+    assert name(wrap=("lookahead",), optimizer="sgd") == "lookahead(sgd)"
 
 
 def test_low_precision_rows_are_those_of_the_trajectory(

@@ -1,0 +1,1 @@
+"""Methods that change training itself, wrapped around the optimizer's step."""

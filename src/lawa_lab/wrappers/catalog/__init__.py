@@ -1,0 +1,4 @@
+"""The wrappers, one file each; `lawa_lab.wrappers.registry` imports every module here.
+
+The modules import no torch: `--help` lists them. What they compute with is given to `build`.
+"""

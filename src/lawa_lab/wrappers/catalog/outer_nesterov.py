@@ -1,0 +1,46 @@
+"""Outer Nesterov (SNOO, MuLoCo): momentum on the way of every K optimizer steps."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lawa_lab.wrappers.base import WrappedRun
+from lawa_lab.wrappers.outer_step import OuterStep
+from lawa_lab.wrappers.registry import Wrapper, register_wrapper
+
+__all__ = ["OuterNesterov"]
+
+
+@register_wrapper
+@dataclass(frozen=True)
+class OuterNesterov(Wrapper):
+    """A Nesterov step on the weights of `k` steps ago, with the way since then as the gradient.
+
+    With `mean` above 0 the way ends at the mean of the last share `mean` of the k steps instead of
+    at the last one: an outer step on averages.
+    """
+
+    name: ClassVar[str] = "outer-nesterov"
+    typed: ClassVar[str] = "outer-nesterov[:K:RATE:MOMENTUM[:MEAN]]"
+
+    k: float = 30
+    rate: float = 0.7
+    momentum: float = 0.5
+    mean: float = 0
+
+    def __post_init__(self) -> None:
+        valid = self.k >= 1 and self.k == int(self.k) and self.rate > 0
+        valid = valid and 0 < self.momentum < 1 and 0 <= self.mean <= 1
+        self.require(valid, "outer-nesterov:30:0.7:0.5")
+        averaged = not self.mean or round(self.mean * self.k) >= 1
+        self.require(averaged, "outer-nesterov:30:0.7:0.5:1", "no step would be averaged")
+
+    @property
+    def copies(self) -> int:
+        """The weights of k steps ago, the momentum, and the mean if there is one."""
+        return 3 if self.mean else 2
+
+    def build(self, run: WrappedRun) -> OuterStep:
+        """An outer step with momentum."""
+        return OuterStep(
+            run, period=int(self.k), rate=self.rate, momentum=self.momentum, mean=self.mean
+        )

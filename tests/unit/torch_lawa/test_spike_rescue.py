@@ -1,0 +1,196 @@
+"""Spikes are found, the weights go back to what was good, and a run that is hopeless says so."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torch_lawa import DiskStore, Every, LatestWeightAverager, SpikeRescue
+from torch_lawa.errors import ConfigError, LawaError, StateError, SwapError
+
+
+def net(value: float = 0.0) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.BatchNorm1d(1))
+    put(model, value)
+    return model
+
+
+def put(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        model[0].weight.fill_(value)  # type: ignore[index]
+        model[1].running_mean.fill_(10 * value)  # type: ignore[index]
+
+
+def weight(model: nn.Module) -> float:
+    return model[0].weight[0, 0].item()  # type: ignore[index, no-any-return]
+
+
+def ready(history: int = 4, **options: Any) -> tuple[nn.Module, LatestWeightAverager, SpikeRescue]:
+    """Snapshots of 1, 2 and 3, each followed by a normal loss, and enough losses."""
+    model, averager = net(), LatestWeightAverager(k=4)
+    rescue = SpikeRescue(averager, history=history, **options)
+    for value in (1.0, 2.0, 3.0):
+        put(model, value)
+        averager.collect(model)
+        assert not rescue(model, None, 1.0)
+    assert not rescue(model, None, 1.1)
+    return model, averager, rescue
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, 2.2, torch.tensor(9.0)])
+def test_a_spike_takes_the_weights_back_to_the_mean(loss: Any) -> None:
+    model, averager, rescue = ready()
+    put(model, 50.0)
+    assert rescue(model, None, loss)
+    assert weight(model) == 2.0
+    assert model[1].running_mean.item() == 30.0  # type: ignore[index]  # of the newest snapshot
+    assert averager.snapshot_steps == [1, 2, 3]
+    assert rescue.num_rescues == 1
+    assert "up to step 3" in rescue.message
+
+
+@pytest.mark.parametrize("loss", [0.1, 1.0, 1.99])
+def test_a_normal_loss_changes_nothing(loss: float) -> None:
+    model, _, rescue = ready()  # the median is 1
+    put(model, 50.0)
+    assert not rescue(model, None, loss)
+    assert weight(model) == 50.0
+
+
+def test_only_what_is_not_a_number_is_a_spike_at_first() -> None:
+    model, averager = net(), LatestWeightAverager(k=2)
+    rescue = SpikeRescue(averager, history=3)
+    assert [rescue.check(loss) for loss in (1.0, 1.0, 1e9, 1.0, 1e9)] == [False] * 4 + [True]
+    rescue = SpikeRescue(averager, history=3)
+    put(model, 7.0)
+    assert rescue(model, None, math.nan)
+    assert weight(model) == 7.0  # there is nothing to go back to
+    assert "no good snapshot" in rescue.message
+
+
+def test_a_snapshot_since_the_last_normal_loss_is_dropped() -> None:
+    model, averager, rescue = ready()
+    put(model, math.nan)  # the step after the last normal loss
+    averager.collect(model)
+    assert rescue(model, None, math.nan)
+    assert weight(model) == 2.0
+    assert averager.snapshot_steps == [1, 2, 3]
+    assert averager.num_collected == 4
+    averager.collect(model)  # goes on
+    assert averager.snapshot_steps == [1, 2, 3, 5]
+    assert averager.average()["0.weight"][0, 0] == 2.0
+
+
+def test_samples_since_the_newest_snapshot_are_dropped() -> None:
+    model, averager = net(), LatestWeightAverager(k=2, samples=2, min_snapshots=1)
+    rescue = SpikeRescue(averager)
+    for value in (1.0, 3.0, 9.0):  # a snapshot of 2, and a sample
+        put(model, value)
+        averager.collect(model)
+        rescue(model, None, 1.0)
+    assert averager.average()["0.weight"][0, 0] > 2
+    assert rescue(model, None, math.nan)
+    assert weight(model) == 2.0
+    assert averager.average()["0.weight"][0, 0] == 2.0
+
+
+def test_patience_and_k() -> None:
+    model, _, rescue = ready(patience=2, k=2)
+    put(model, 50.0)
+    assert [rescue(model, None, loss) for loss in (9.0, 1.0, 9.0)] == [False] * 3
+    assert weight(model) == 50.0
+    assert rescue(model, None, 9.0)
+    assert weight(model) == 2.5
+    put(model, 50.0)
+    assert rescue(model, None, math.nan)  # is not waited for
+
+
+@pytest.mark.parametrize("optimizer_state", ["keep", "reset"])
+@pytest.mark.parametrize("finite", [True, False])
+def test_the_optimizer(optimizer_state: Any, finite: bool) -> None:
+    model, _, rescue = ready(optimizer_state=optimizer_state)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(torch.randn(5, 2)).sum().backward()
+    optimizer.step()
+    if not finite:
+        optimizer.state[model[0].weight]["exp_avg"].fill_(math.nan)  # type: ignore[index]
+    assert rescue(model, optimizer, math.nan)
+    assert bool(optimizer.state) == (optimizer_state == "keep" and finite)
+    before = weight(model)
+    optimizer.step()  # the gradient is gone
+    assert weight(model) == before == 2.0
+
+
+def test_a_run_that_has_diverged_is_not_rescued_for_ever() -> None:
+    model, averager, rescue = ready(limit=2)
+    for _ in range(2):
+        assert rescue(model, None, math.nan)
+    put(model, 4.0)
+    averager.collect(model)
+    assert not rescue(model, None, 1.0)  # a new good snapshot
+    for _ in range(2):
+        assert rescue(model, None, math.nan)
+    with pytest.raises(LawaError, match=r"3 times since the last good snapshot.*step 4"):
+        rescue(model, None, math.nan)
+
+
+def test_it_resumes_exactly() -> None:
+    """Stopped anywhere, the same decisions and weights."""
+    losses = [1.0, 1.2, 0.9, 1.1, 5.0, 1.0, 5.0, 5.0, 1.0, math.nan, 1.0, 5.0, 5.0]
+    ends = []
+    for stop in (*range(len(losses)), None):
+        model, averager = net(), LatestWeightAverager(k=3, schedule=Every(2), min_snapshots=1)
+        rescue = SpikeRescue(averager, history=4, patience=2)
+        spikes = []
+        for i, loss in enumerate(losses):
+            if i == stop:
+                states = copy.deepcopy([averager.state_dict(), rescue.state_dict()])
+                averager = LatestWeightAverager(k=3, schedule=Every(2), min_snapshots=1)
+                rescue = SpikeRescue(averager, history=4, patience=2)
+                averager.load_state_dict(states[0])
+                rescue.load_state_dict(states[1])
+            put(model, weight(model) + i)
+            spikes.append(rescue(model, None, loss))
+            averager.step(model)
+        ends.append((spikes, weight(model), averager.snapshot_steps, rescue.num_rescues))
+    assert all(end == ends[0] for end in ends)
+    assert ends[0][0] == [i in (7, 9, 12) for i in range(len(losses))]
+
+
+def test_a_window_on_disk(tmp_path: Path) -> None:
+    model = net()
+    averager = LatestWeightAverager(k=3, store=DiskStore(tmp_path))
+    rescue = SpikeRescue(averager)
+    for value in (1.0, 2.0):
+        put(model, value)
+        averager.collect(model)
+        rescue(model, None, 1.0)
+    put(model, math.nan)
+    averager.collect(model)
+    assert rescue(model, None, math.nan)
+    assert weight(model) == 1.5
+    del averager, rescue  # the folder is free
+    again = LatestWeightAverager(k=3, store=DiskStore(tmp_path))
+    assert again.snapshot_steps == [1, 2]
+
+
+def test_mistakes_are_explained() -> None:
+    averager = LatestWeightAverager(k=2)
+    for options in ({"factor": 1}, {"history": 1}, {"patience": 0}, {"optimizer_state": "drop"},
+                    {"limit": 0}, {"k": 0}):  # fmt: skip
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            SpikeRescue(averager, **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="norm of the gradient"):
+        SpikeRescue(averager).check(-1.0)
+    with pytest.raises(ConfigError, match=r"SpikeRescue\(averager\)"):
+        SpikeRescue().check(1.0)
+    with pytest.raises(StateError, match="SpikeRescue"):
+        SpikeRescue(averager).load_state_dict({"losses": [1.0]})
+    model, averager, rescue = ready()
+    averager.collect(model)
+    with averager.swapped_into(model), pytest.raises(SwapError, match="SpikeRescue"):
+        rescue(model, None, math.nan)
