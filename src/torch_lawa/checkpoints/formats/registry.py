@@ -41,6 +41,7 @@ __all__ = [
     "open_checkpoint",
     "output_layouts",
     "register_format",
+    "typical_files",
 ]
 
 
@@ -105,6 +106,7 @@ class Format:
     exclusive: bool = False
     list_parts: "Callable[[Location], Collection[str]]" = lambda folder: ()
     writer: FormatWriter | None = None
+    typical_file: str = ""  # the one of `folder_files` that messages name, if not the first
 
 
 FORMATS: dict[str, Format] = {}  # by name, in the order in which they are tried and listed
@@ -121,6 +123,12 @@ def register_format(new: Format) -> Format:
             )
     FORMATS[new.name] = new
     return new
+
+
+def typical_files() -> list[str]:
+    """For messages: one file per format by which its folders are recognised."""
+    found = [f.typical_file or f.folder_files[0] for f in FORMATS.values() if f.folder_files]
+    return list(dict.fromkeys(found))
 
 
 def _layouts(known: Format) -> set[str]:
@@ -155,7 +163,7 @@ def describe_formats() -> list[str]:
     torch: file of torch.save: a state dict, alone or nested (.pt .pth .bin .ckpt .tar); read, write
     megatron: torch_dist folder of Megatron-Core or NeMo, from any number of ranks; read, write
     distributed: folder of torch.distributed.checkpoint, from any number of ranks; read, write
-    huggingface: folder that from_pretrained loads: one file or shards, also PEFT adapters; read
+    huggingface: folder that from_pretrained loads: one file or shards, also adapters; read
     deepspeed: folder of DeepSpeed: ZeRO 1, 2, 3 or universal, from any number of ranks; read
     orbax: folder of Orbax (JAX): OCDBT or zarr, with tensorstore; read, write
     """
@@ -231,7 +239,7 @@ def open_checkpoint(location: "Location", *, key: str | None = None) -> "Checkpo
     if location.is_folder():
         found = format_of_folder([child.name for child in location.children()])
         if found is None:
-            known = ", ".join(f.folder_files[0] for f in FORMATS.values() if f.folder_files)
+            known = ", ".join(typical_files())
             raise FormatError(f"{location}: no checkpoint here: looked for {known}, …")
         return found.open(location, key)
     if not location.is_file():
@@ -371,10 +379,11 @@ register_format(
     Format(
         name="huggingface",
         title="Hugging Face folder",
-        description="folder that from_pretrained loads: one file or shards, also PEFT adapters",
+        description="folder that from_pretrained loads: one file or shards, also adapters",
         open=_open_huggingface,
         folder_files=FOLDER_FILES,
         folder_parts=FOLDER_PARTS,
+        typical_file="model.safetensors",
     )
 )
 register_format(
