@@ -96,7 +96,8 @@ class LikeTRL(Trainer):  # type: ignore[misc]
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         found = self._metrics["train" if model.training else "eval"]
-        found.setdefault("seen", []).append(float(next(model.parameters()).double().sum()))
+        weight = next(model.parameters()).detach()
+        found.setdefault("seen", []).append(float(weight.double().sum()))
         return super().compute_loss(model, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -124,7 +125,7 @@ def test_metrics_of_trl_are_named_after_the_average(tmp_path: Path) -> None:
     assert history(ran, "eval_seen")[12] == pytest.approx(raw)
     rows = [row for row in ran.state.log_history if row["step"] == 12]
     assert sum("eval_seen" in row for row in rows) == 1
-    assert ran.state.best_metric == pytest.approx(min(history(ran, "eval_averaged_seen").values()))
+    assert ran.state.best_metric == pytest.approx(max(history(ran, "eval_averaged_seen").values()))
 
 
 class Answering(Trainer):  # type: ignore[misc]

@@ -209,6 +209,6 @@ def test_an_adapter_in_a_model_of_diffusers_is_left_to_diffusers(tmp_path: Path)
     model = Diffuser()
     averager, _ = trained(model)
     model.peft_config = {"default": object()}
-    with pytest.raises(LayoutError, match="Diffuser has the adapters default.*save_lora_adapter"):
+    with pytest.raises(LayoutError, match=r"Diffuser has the adapters default.*save_lora_adapter"):
         averager.save_pretrained(tmp_path / "out", model)
     assert os.listdir(tmp_path) == []
