@@ -153,7 +153,14 @@ def run(options: argparse.Namespace, data: Path) -> None:
 
 
 def _run(command: list[str], log: Log | None = None) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    # DeepSpeed compiles an operator at its first start, with the ninja of its environment.
+    tools = Path(command[0]).parent
+    environment = {
+        **os.environ,
+        "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
+        "TORCH_EXTENSIONS_DIR": str(tools.parent / "torch_extensions"),
+    }
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     if log is not None:

@@ -11,35 +11,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import ConfigMixin, ModelMixin
-from diffusers.configuration_utils import register_to_config
-from diffusers.loaders import PeftAdapterMixin
-from diffusers.training_utils import EMAModel
-from peft import LoraConfig
 from torch import Tensor, nn
 
 ARCHIVE = Path(__file__).with_name("diffusers.tar.xz")
 
 
-class TinyModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
+def tiny_model() -> Any:
     """A model of Diffusers with a few weights."""
+    from diffusers import ConfigMixin, ModelMixin
+    from diffusers.configuration_utils import register_to_config
+    from diffusers.loaders import PeftAdapterMixin
 
-    @register_to_config
-    def __init__(self, width: int = 3) -> None:
-        super().__init__()
-        self.to_q = nn.Linear(width, width)
-        self.out = nn.Linear(width, 2)
+    class TinyModel(ModelMixin, ConfigMixin, PeftAdapterMixin):  # type: ignore[misc]
+        @register_to_config
+        def __init__(self, width: int = 3) -> None:
+            super().__init__()
+            self.to_q = nn.Linear(width, width)
+            self.out = nn.Linear(width, 2)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """The two layers, one after the other."""
-        return self.out(self.to_q(inputs))
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.out(self.to_q(inputs))
+
+    return TinyModel()
 
 
 def record(folder: Path) -> None:
     """Write every kind of folder into `folder`."""
+    from diffusers.training_utils import EMAModel
+    from peft import LoraConfig
+
     torch.manual_seed(0)
-    model = TinyModel()
-    ema = EMAModel(model.parameters(), decay=0.9, model_cls=TinyModel, model_config=model.config)
+    model = tiny_model()
+    about = {"model_cls": type(model), "model_config": model.config}
+    ema = EMAModel(model.parameters(), decay=0.9, **about)
     for step in _train(model, (500, 1000, 1500)):
         ema.step(model.parameters())
         checkpoint = folder / f"run/checkpoint-{step}"
@@ -83,7 +87,7 @@ def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
     return info
 
 
-def main(argv: list[Any]) -> None:
+def main(argv: list[str]) -> None:
     """Write the archive."""
     target = Path(argv[0]) if argv else ARCHIVE
     with tempfile.TemporaryDirectory() as name:
