@@ -11,7 +11,7 @@ OWN_TARGETS := not gpu and not data and not browser and not matrix and not packa
 .PHONY: help demo test test-fast check format docs coverage bench bench-offline clean
 .PHONY: test-jax record-jax
 .PHONY: test-gpu test-data test-faults test-browser test-matrix test-oldest test-timm test-megatron test-packaging
-.PHONY: test-deepspeed
+.PHONY: test-deepspeed test-finetuning record-diffusers
 
 help:
 	@echo "make demo       train the embedded default and show what averaging saved"
@@ -31,6 +31,7 @@ help:
 	@echo "make test-oldest  the integrations with the oldest frameworks that are supported"
 	@echo "make test-megatron  with megatron-core, in an environment of its own"
 	@echo "make test-timm  with timm, in an environment of its own"
+	@echo "make test-finetuning  with Diffusers and TRL, in an environment of its own"
 	@echo "make test-deepspeed  engines and checkpoints of DeepSpeed, in an environment of its own; minutes"
 	@echo "make test-jax   Orbax checkpoints, with JAX, in an environment of its own"
 	@echo "make test-browser  the report's page in a headless browser"
@@ -92,6 +93,14 @@ test-oldest: .venv-oldest/.oldest
 # timm's torchvision is built for CUDA and, beside the CPU build of torch, in the way of others.
 test-timm: .venv-timm/.timm
 	.venv-timm/bin/python -m pytest tests/integrations/test_timm.py
+
+# Models are made from configurations: nothing is downloaded. Deprecations that Diffusers and TRL
+# warn of are theirs.
+test-finetuning: .venv-finetuning/.finetuning
+	HF_HUB_OFFLINE=1 .venv-finetuning/bin/python -m pytest -o filterwarnings=default tests/finetuning
+
+record-diffusers: .venv-finetuning/.finetuning
+	HF_HUB_OFFLINE=1 .venv-finetuning/bin/python tests/recorded/record_diffusers.py
 
 # DeepSpeed trains on CPU processes; the first start compiles one of its operators.
 test-deepspeed: .venv-deepspeed/.deepspeed
@@ -176,6 +185,12 @@ $(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
 	  -e '.[lab]' pytest pytest-timeout hypothesis timm
 	@touch $@
 
+.venv-finetuning/.finetuning: $(SOURCES)
+	$(PYTHON) -m venv .venv-finetuning
+	.venv-finetuning/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  -e '.[transformers]' diffusers peft safetensors trl pytest pytest-timeout hypothesis
+	@touch $@
+
 .venv-deepspeed/.deepspeed: $(SOURCES)
 	$(PYTHON) -m venv .venv-deepspeed
 	.venv-deepspeed/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
@@ -199,4 +214,4 @@ $(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-docs .venv-oldest .venv-timm .venv-megatron .venv-deepspeed .venv-jax site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-docs .venv-oldest .venv-timm .venv-finetuning .venv-megatron .venv-deepspeed .venv-jax site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ VARIANTS = (OURS, *WAYS)
 PACKAGES = ("torch-lawa", "torch", "numpy", "safetensors", "mergekit", "transformers")
 
 Command = Callable[[str, Path, list[Path]], list[str]]
+Verify = Callable[[str, Path], dict[str, Any]]
 
 
 def average_command(variant: str, output: Path, inputs: list[Path]) -> list[str]:
@@ -79,6 +81,10 @@ def sweep_command(variant: str, output: Path, inputs: list[Path]) -> list[str]:
 def written(variant: str, output: Path) -> Path:
     """The file of weights that a variant has made."""
     return output.with_suffix("") / "model.safetensors" if variant == "mergekit" else output
+
+
+def verify_mean(inputs: list[Path], variant: str, output: Path) -> dict[str, Any]:
+    return check(written(variant, output), inputs)
 
 
 def version(package: str) -> str | None:
@@ -122,17 +128,22 @@ def measure(
     scratch: Path,
     rounds: int,
     cold: bool,
+    name: str = "mean.safetensors",
+    verify: Verify | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Memory and correctness of each variant once, then the time of all of them in turn."""
+    """Memory and correctness of each variant once, then the time of all of them in turn.
+
+    `verify` compares what a variant has written with the exact mean.
+    """
     bare = bare_interpreter()
-    output = scratch / "mean.safetensors"
+    output = scratch / name
     found: dict[str, dict[str, Any]] = {}
     for variant in variants:
         prepare(inputs, scratch, cold)
         row = peak_memory(command(variant, output, inputs))
         row["peak_bytes"] -= bare
-        if "failed" not in row and variant not in FLOORS and part != "sweep":
-            row |= check(written(variant, output), inputs)
+        if "failed" not in row and verify is not None and variant not in FLOORS:
+            row |= verify(variant, output)
         log.add(kind="memory", part=part, variant=variant, bare_bytes=bare, **row)
         found[variant] = {**row, "wall_s": [], "engine_s": [], "cpu_s": []}
     for turn in range(rounds):
@@ -228,6 +239,7 @@ def run(options: argparse.Namespace, data: Path) -> None:
             scratch=data / "output",
             rounds=options.rounds,
             cold=options.cold or large,
+            verify=None if sweep else partial(verify_mean, inputs),
         )
         title = f"{part}: {k} checkpoints of {size(model, dtype) / 1e9:.2f} GB"
         title += f", windows of {SWEEP_KS}" if sweep else ""

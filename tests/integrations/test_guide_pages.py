@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from support.guides import ROOT, blocks
 from support.models import same_bits
 from support.timm import import_timm
 from support.transformers import tiny_model
@@ -21,30 +22,6 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from torch_lawa import Every, Horizon, LatestWeightAverager, recalibrate_batch_norm
 from torch_lawa.cli import main
-
-ROOT = Path(__file__).parents[2]
-GUIDES = ROOT / "docs" / "guides"
-
-
-def blocks(page: str, section: str, language: str) -> list[str]:
-    """The code of one section of a page."""
-    found: list[str] = []
-    inside, fence, seen = False, None, 0
-    for line in (GUIDES / page).read_text().splitlines(keepends=True):
-        if fence is not None and line.strip() == "```":
-            fence = None
-        elif fence is not None:
-            if inside and fence == language:
-                found[-1] += line
-        elif line.startswith("```"):
-            fence = line[3:].strip()
-            if inside and fence == language:
-                found.append("")
-        elif line.startswith("#"):
-            inside = line.lstrip("#").strip() == section
-            seen += inside
-    assert seen == 1, f"{page} has {seen} sections {section!r}"
-    return found
 
 
 class Bench:

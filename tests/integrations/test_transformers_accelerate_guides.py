@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
+from support.guides import blocks
 from support.transformers import TRAIN, VALID, arguments, history, same, tiny_model, weights_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -19,8 +20,6 @@ from torch_lawa.integrations.accelerate import register_averager
 from torch_lawa.integrations.transformers import LatestWeightAveragingCallback
 from torch_lawa.integrations.unsupported import require_visible_parameters
 
-GUIDES = Path(__file__).parents[2] / "docs" / "guides"
-
 
 @pytest.fixture(autouse=True)
 def _fresh_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -28,12 +27,6 @@ def _fresh_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     yield
     GradientState._reset_state()
     AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def blocks(page: str) -> list[str]:
-    """The Python code of a page, block by block."""
-    parts = (GUIDES / page).read_text().split("```python\n")[1:]
-    return [part.split("```")[0] for part in parts]
 
 
 def test_transformers_page() -> None:

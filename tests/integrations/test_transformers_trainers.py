@@ -52,7 +52,7 @@ def test_the_mixin_before_another_trainer(tmp_path: Path) -> None:
 
 
 class Accumulating(Trainer):  # type: ignore[misc]
-    """Puts what it saw during an evaluation into the log and forgets it, as TRL's trainers do."""
+    """Puts what it saw during an evaluation into the log and forgets it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -85,6 +85,47 @@ def test_a_trainer_that_gathers_metrics_of_its_own(tmp_path: Path) -> None:
     expected = float(recorder.mean(8, 10, 12)[name].double().sum())
     assert averaged["eval_seen"] == pytest.approx(expected)
     assert ran.evaluate()["eval_seen"] == pytest.approx(raw["eval_seen"])
+
+
+class LikeTRL(Trainer):  # type: ignore[misc]
+    """Keeps metrics by their mode, and `log` puts `eval_` before them; as TRL's trainers do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._metrics: dict[str, dict[str, list[float]]] = {"train": {}, "eval": {}}
+
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        found = self._metrics["train" if model.training else "eval"]
+        weight = next(model.parameters()).detach()
+        found.setdefault("seen", []).append(float(weight.double().sum()))
+        return super().compute_loss(model, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        mode = "train" if self.model.training else "eval"
+        prefix = "eval_" if mode == "eval" else ""
+        for name, values in self._metrics[mode].items():
+            logs[prefix + name] = sum(values) / len(values)
+        super().log(logs, *args, **kwargs)
+        self._metrics[mode].clear()
+
+
+class AveragingLikeTRL(LatestWeightAveragingMixin, LikeTRL):  # type: ignore[misc]
+    pass
+
+
+def test_metrics_of_trl_are_named_after_the_average(tmp_path: Path) -> None:
+    recorder = Recorder()
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_averaged_seen"}
+    ran = trainer(tmp_path, averaging(k=3), recorder, kind=AveragingLikeTRL, **best)
+    ran.train()
+    name = next(iter(recorder.weights[12]))
+    expected = float(recorder.mean(8, 10, 12)[name].double().sum())
+    assert history(ran, "eval_averaged_seen")[12] == pytest.approx(expected)
+    raw = float(recorder.weights[12][name].double().sum())
+    assert history(ran, "eval_seen")[12] == pytest.approx(raw)
+    rows = [row for row in ran.state.log_history if row["step"] == 12]
+    assert sum("eval_seen" in row for row in rows) == 1
+    assert ran.state.best_metric == pytest.approx(max(history(ran, "eval_averaged_seen").values()))
 
 
 class Answering(Trainer):  # type: ignore[misc]

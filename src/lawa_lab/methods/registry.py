@@ -12,6 +12,7 @@ import dataclasses
 from typing import TYPE_CHECKING, TypeVar
 
 from lawa_lab.registry import Registry, Typed, parse_typed, typed_entries
+from torch_lawa.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn

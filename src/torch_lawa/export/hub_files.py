@@ -1,7 +1,7 @@
 """The files beside exported weights, and the names of tensors in them, as the model defines them.
 
-Models of Transformers have a `config` that can save itself, adapters of PEFT a `peft_config`.
-Both are recognised by these attributes; neither library is imported.
+Models of Transformers have a `config` that can save itself, those of Diffusers a `save_config`, and
+adapters of PEFT a `peft_config`. They are recognised by these attributes; no library is imported.
 """
 
 import json
@@ -9,12 +9,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from torch_lawa.checkpoints.formats.huggingface import DIFFUSERS
 from torch_lawa.errors import LayoutError
 from torch_lawa.selection import unwrap
 from torch_lawa.shards import is_fsdp
@@ -76,10 +78,13 @@ def hub_files_for(model: nn.Module | None) -> HubFiles:
     adapters = getattr(inside, "peft_config", None)
     if inside is not None and adapters:
         return _of_adapter(inside, adapters)
+    if inside is not None and _is_diffusers(inside):
+        describe = partial(_describe_diffusers, inside)
+        return HubFiles(DIFFUSERS, TensorNames(), describe)
     config = getattr(inside, "config", None)
     if inside is None or not callable(getattr(config, "save_pretrained", None)):
         return HubFiles("model", TensorNames(), lambda folder, sizes: None)
-    return HubFiles("model", TensorNames(), lambda folder, sizes: _describe(inside, folder, sizes))
+    return HubFiles("model", TensorNames(), partial(_describe, inside))
 
 
 def _describe(model: Any, folder: Path, sizes: Sizes) -> None:
@@ -88,16 +93,13 @@ def _describe(model: Any, folder: Path, sizes: Sizes) -> None:
     generation = getattr(model, "generation_config", None)
     if generation is not None and callable(getattr(generation, "save_pretrained", None)):
         generation.save_pretrained(str(folder))
-    name = type(model).__name__
-    if is_fsdp(type(model)):
-        name = name.removeprefix("FSDP")
     counted: Counter[str] = Counter()
     for dtype, numel in sizes:
         if dtype.is_floating_point:
             counted[str(dtype).removeprefix("torch.")] += numel
 
     def edit(config: dict[str, Any]) -> None:
-        config["architectures"] = [name]
+        config["architectures"] = [_class_name(model)]
         if counted:
             # Transformers 4 and 5 name it differently.
             key = "torch_dtype" if "torch_dtype" in config else "dtype"
@@ -106,10 +108,33 @@ def _describe(model: Any, folder: Path, sizes: Sizes) -> None:
     _edit(folder / "config.json", edit)
 
 
+def _is_diffusers(model: nn.Module) -> bool:
+    """Whether it is a `ModelMixin` of Diffusers, which saves its own configuration."""
+    own_config = callable(getattr(model, "save_config", None))
+    return own_config and getattr(model, "config_name", None) == "config.json"
+
+
+def _describe_diffusers(model: Any, folder: Path, sizes: Sizes) -> None:
+    model.save_config(str(folder))
+    _edit(folder / "config.json", lambda found: found.update(_class_name=_class_name(model)))
+
+
+def _class_name(model: nn.Module) -> str:
+    """The name of the model's class, without what FSDP2 puts before it."""
+    name = type(model).__name__
+    return name.removeprefix("FSDP") if is_fsdp(type(model)) else name
+
+
 def _of_adapter(model: Any, adapters: Any) -> HubFiles:
     name = getattr(model, "active_adapter", None)
     config = adapters.get(name) if isinstance(name, str) and isinstance(adapters, dict) else None
     kind = str(getattr(getattr(config, "peft_type", None), "value", ""))
+    if _is_diffusers(model):
+        raise LayoutError(
+            f"this {_class_name(model)} has the adapters {', '.join(map(str, adapters))}; only a "
+            "whole model or a PeftModel can be exported. Let Diffusers save the adapter: with "
+            "averager.swapped_into(model): model.save_lora_adapter(folder)."
+        )
     if config is None or len(adapters) != 1 or not hasattr(model, "base_model"):
         raise LayoutError(
             f"this model has the adapters {', '.join(map(str, adapters))}; only a PeftModel with "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from torch_lawa.checkpoints.formats.base import Checkpoint, CheckpointLayout, TensorSpec
+from torch_lawa.checkpoints.formats.huggingface import weights_stem
 from torch_lawa.checkpoints.formats.registry import (
     FORMATS,
     FormatWriter,
@@ -215,11 +216,8 @@ def _target(tensor: PlannedTensor) -> TensorSpec:
 
 def _stem(newest: Checkpoint) -> str:
     """`model`, or the name that libraries expect of this kind of weights."""
-    name = newest.files[0].name if newest.files else ""
-    for known in ("adapter_model", "diffusion_pytorch_model"):
-        if name.startswith(known):
-            return known
-    return "model"
+    found = weights_stem(newest.files[0].name) if newest.files else None
+    return "model" if found in (None, "pytorch_model") else found
 
 
 def _refuse_clashes(

@@ -1,5 +1,7 @@
 """The plan of an average: a value that can be printed, checked and then run."""
 
+import contextlib
+import json
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -26,6 +28,7 @@ from torch_lawa.units import format_bytes
 __all__ = ["AveragePlan", "Input", "PlannedInput", "plan_average", "plan_found", "plan_opened"]
 
 Input = str | os.PathLike[str]
+_DIFFUSERS_LORA = "lora_adapter_metadata"
 _LORA = ("r", "lora_alpha", "use_rslora", "use_dora", "peft_type", "rank_pattern", "alpha_pattern")
 
 
@@ -314,19 +317,33 @@ def _notes(
 
 def _check_adapters(opened: Sequence[Checkpoint]) -> None:
     """Refuse adapters of the same shapes that are scaled differently: their mean is wrong."""
-    configs = []
-    for checkpoint in opened:
-        folder = checkpoint.location
-        folder = folder if folder.is_folder() else folder.parent
-        location = folder.child("adapter_config.json")
-        if checkpoint.files[0].name.startswith("adapter_model") and location.is_file():
-            configs.append((location, read_json(location)))
+    configs = [found for checkpoint in opened if (found := _adapter_config(checkpoint)) is not None]
     for location, config in configs[:-1]:
         newest_location, newest = configs[-1]
-        for name in _LORA:
+        names = [name for name in {**config, **newest} if name.rpartition(".")[2] in _LORA]
+        for name in names:
             if config.get(name) != newest.get(name):
                 raise LayoutError(
                     f"{location}: {name} is {config.get(name)}, but {newest.get(name)} in "
                     f"{newest_location}. Adapters that are scaled differently have no mean; "
                     "average those of one training run."
                 )
+
+
+def _adapter_config(checkpoint: Checkpoint) -> tuple[Location, dict[str, object]] | None:
+    """How an adapter is scaled, and the file that says it; None for other checkpoints.
+
+    PEFT writes a file of its own, Diffusers the metadata of the weights (`unet.lora_alpha`, …).
+    """
+    folder = checkpoint.location
+    folder = folder if folder.is_folder() else folder.parent
+    location = folder.child("adapter_config.json")
+    if checkpoint.files[0].name.startswith("adapter_model") and location.is_file():
+        return location, read_json(location)
+    if (text := checkpoint.metadata.get(_DIFFUSERS_LORA)) is None:
+        return None
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        if isinstance(found, dict):
+            return checkpoint.files[0], found
+    return None

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from torch_lawa.checkpoints.formats.base import Checkpoint
-from torch_lawa.checkpoints.formats.huggingface import WEIGHTS
+from torch_lawa.checkpoints.formats.huggingface import weights_stem
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location
 from torch_lawa.system_errors import named_errors
 
@@ -48,7 +48,7 @@ def read_pieces(location: Location) -> Iterator[bytes | memoryview]:
 def _beside(newest: Checkpoint) -> list[Location]:
     folder = newest.beside or newest.location
     if not folder.is_folder():
-        if folder.name not in WEIGHTS:
+        if weights_stem(folder.name) is None:
             return []
         folder = folder.parent
     weights = {location.name for location in newest.files}

@@ -14,7 +14,8 @@ from torch_lawa.checkpoints.find.step_names import (
     reason_against,
 )
 from torch_lawa.checkpoints.formats.base import TrainingProgress
-from torch_lawa.checkpoints.formats.registry import file_suffixes, folder_names, format_of_folder
+from torch_lawa.checkpoints.formats.huggingface import DIFFUSERS, weights_stem
+from torch_lawa.checkpoints.formats.registry import file_suffixes, format_of_folder, typical_files
 from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import FormatError
 
@@ -26,6 +27,9 @@ _RUN_FOLDERS = ("checkpoints", "checkpoint")
 _VERSION = re.compile(r"version_[0-9]+")
 _DEEPSPEED = re.compile(r"global_step[0-9]+")
 _NO_CHECKPOINTS = re.compile(r"optimizer(_[0-9]+)?|wandb|__pycache__")
+
+_EMA = "_ema"
+_IS_EMA = "the EMA of the model beside it: to average it, give a pattern of these folders"
 
 _TRACKER = "latest_checkpointed_iteration.txt"  # Megatron writes it when a checkpoint is complete
 
@@ -46,7 +50,8 @@ _FOREIGN = (
     ),
     (
         re.compile(r"model_index\.json"),
-        "a Diffusers pipeline with several models: give the sub-folder of one model",
+        "a Diffusers pipeline with several models: give the sub-folder of one model, or for a run "
+        "a pattern such as 'RUN/checkpoint-*/unet'",
     ),
 )
 
@@ -110,6 +115,12 @@ class FolderContents:
         if self.foreign is not None:
             return f"{self.folder}: {self.foreign}."
         if self.runs:
+            if all(parse_name(name) != TrainingProgress() for name in self.runs):
+                pattern = self.folder.child("*").child("unet")
+                return (
+                    f"{self.folder}: its checkpoints contain several models ({few(self.runs)}). "
+                    f"Give the folders of one of them by a pattern, such as '{pattern}'."
+                )
             return (
                 f"{self.folder}: its sub-folders are runs ({few(self.runs)}). Give one of them, or "
                 "the checkpoints themselves."
@@ -117,7 +128,7 @@ class FolderContents:
         text = f"{self.folder}: no checkpoint here or one folder down"
         if self.left_out:
             return text + f"; found {describe_left_out(self.left_out)}."
-        files = ", ".join(folder_names())
+        files = ", ".join(typical_files())
         return text + f"; looked for {files}, *{', *'.join(file_suffixes())}."
 
 
@@ -240,6 +251,7 @@ def _add_folders(contents: FolderContents, folders: list[Location], depth: int) 
     num_files = len(contents.entries)
     for folder in folders:
         _add_folder(contents, folder, depth - 1)
+    _leave_out_emas(contents)
     contents.series |= _name_steps([entry.shown for entry in contents.entries[num_files:]])
 
 
@@ -263,6 +275,9 @@ def _add_folder(contents: FolderContents, child: Location, depth: int) -> None:
         return
     if inside.checkpoint is not None:
         contents.entries.append(Candidate(inside.checkpoint, child))
+        contents.left_out |= {
+            f"{child.name}/{name}": why for name, why in inside.left_out.items() if why == _IS_EMA
+        }
     elif inside.entries or inside.runs:
         contents.runs.append(child.name)
     elif inside.foreign is not None:
@@ -271,6 +286,21 @@ def _add_folder(contents: FolderContents, child: Location, depth: int) -> None:
         contents.left_out[child.name] = describe_left_out(inside.left_out)
     elif parse_name(child.name) != TrainingProgress():
         contents.left_out[child.name] = "contains no weights"
+
+
+def _leave_out_emas(contents: FolderContents) -> None:
+    """Leave out `unet_ema` beside `unet`, as training scripts of Diffusers save both."""
+    found = {entry.shown.name: entry for entry in contents.entries}
+    for name, entry in found.items():
+        model = found.get(name.removesuffix(_EMA)) if name.endswith(_EMA) else None
+        if model is not None and _of_diffusers(model) and _of_diffusers(entry):
+            contents.entries.remove(entry)
+            contents.left_out[name] = _IS_EMA
+
+
+def _of_diffusers(entry: Candidate) -> bool:
+    children = entry.location.children() if entry.location.is_folder() else [entry.location]
+    return any(weights_stem(child.name) == DIFFUSERS for child in children)
 
 
 def _leave_out_unfinished(contents: FolderContents) -> None:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from torch_lawa.checkpoints.find.expand import expand
 from torch_lawa.checkpoints.find.folders import Candidate
-from torch_lawa.checkpoints.find.step_names import few, parse_names
+from torch_lawa.checkpoints.find.step_names import few, parse_name, parse_names
 from torch_lawa.checkpoints.formats.base import TrainingProgress
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.storage.paths import Location
@@ -72,7 +72,8 @@ def find_checkpoints(
     1. Expand the inputs: patterns to their matches, a run's folder to its checkpoints. Folders are
        searched where frameworks store checkpoints; other files are left out with a note.
     2. Read the step and epoch of each from its name. Where the names have none, open the
-       checkpoints and read them from the contents (`key`: see `open_checkpoint`).
+       checkpoints and read them from the contents (`key`: see `open_checkpoint`), or for inputs
+       such as `checkpoint-500/unet` from the name of the folder that they are in.
     3. Order them by step, else by epoch, else as given.
 
     `select` then chooses some of them.
@@ -148,6 +149,8 @@ def _order_given(candidates: list[Candidate], notes: list[str], key: str | None)
     for i, candidate in enumerate(candidates):
         if progress[i] == TrainingProgress():
             progress[i] = _read_progress(candidate.location, key)
+        if progress[i] == TrainingProgress():  # checkpoint-500/unet
+            progress[i] = parse_name(candidate.shown.parent.name)
     pairs = zip(candidates, progress, strict=True)
     found = tuple(FoundCheckpoint(c.location, p.step, p.epoch) for c, p in pairs)
     for by in _NUMBERS:

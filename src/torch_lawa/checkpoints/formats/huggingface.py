@@ -1,9 +1,11 @@
 """Folders that Hugging Face libraries write: one weights file, or shards and an index.
 
-Adapter folders of PEFT are such folders too. An index may only name files in its own folder.
+Adapter folders of PEFT and Diffusers are such folders too. An index may only name files in its own
+folder.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from torch_lawa.mean.kernels import Bytes
 
 __all__ = [
+    "DIFFUSERS",
     "FOLDER_FILES",
     "FOLDER_PARTS",
     "INDEXES",
@@ -23,22 +26,26 @@ __all__ = [
     "find_weights_file",
     "open_folder",
     "read_json",
+    "weights_stem",
 ]
 
+DIFFUSERS = "diffusion_pytorch_model"  # how Diffusers calls the files of a model
 # In this order: where a folder has several, the first is the one that `from_pretrained` reads.
+# Diffusers' scripts train LoRA weights and leave a `model.safetensors` of Accelerate beside them.
 WEIGHTS = (
+    "pytorch_lora_weights.safetensors",
     "model.safetensors",
     "adapter_model.safetensors",
-    "diffusion_pytorch_model.safetensors",
+    f"{DIFFUSERS}.safetensors",
     "pytorch_model.bin",
     "adapter_model.bin",
-    "diffusion_pytorch_model.bin",
+    f"{DIFFUSERS}.bin",
 )
 INDEXES = (
     "model.safetensors.index.json",
-    "diffusion_pytorch_model.safetensors.index.json",
+    f"{DIFFUSERS}.safetensors.index.json",
     "pytorch_model.bin.index.json",
-    "diffusion_pytorch_model.bin.index.json",
+    f"{DIFFUSERS}.bin.index.json",
 )
 FOLDER_FILES = (*WEIGHTS, *INDEXES)
 _STEMS = sorted({name.partition(".")[0] for name in WEIGHTS})
@@ -47,7 +54,21 @@ FOLDER_PARTS = (
     rf"({'|'.join(_STEMS)})-[0-9]{{5}}-of-[0-9]{{5}}\.(safetensors|bin)"
     r"|lawa\.json|trainer_state\.json"
 )
+# Diffusers and Transformers put the name of a variant before the suffix: `model.fp16.safetensors`.
+_WEIGHTS_FILE = re.compile(
+    rf"({'|'.join(_STEMS)})(\.[^.]+)?(-[0-9]{{5}}-of-[0-9]{{5}})?\.(safetensors|bin)"
+)
 OpenShard = Callable[["Location"], Checkpoint]
+
+
+def weights_stem(name: str) -> str | None:
+    """The part of a file's name that says which library loads it; None for files of other kinds.
+
+    >>> weights_stem("diffusion_pytorch_model.fp16.safetensors"), weights_stem("step-500.pt")
+    ('diffusion_pytorch_model', None)
+    """
+    found = _WEIGHTS_FILE.fullmatch(name)
+    return found[1] if found else None
 
 
 def find_weights_file(folder: "Location") -> "Location | None":
@@ -63,7 +84,7 @@ def open_folder(folder: "Location", key: str | None = None) -> Checkpoint:
     found = find_weights_file(folder)
     if found is None:
         raise FormatError(
-            f"{folder}: no checkpoint here: looked for {', '.join(WEIGHTS[:2])}, {INDEXES[0]}, …"
+            f"{folder}: no checkpoint here: looked for {', '.join(WEIGHTS[1:3])}, {INDEXES[0]}, …"
         )
     opener = _opener(found.name, key)
     progress = _trainer_state(folder)

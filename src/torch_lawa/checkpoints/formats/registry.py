@@ -32,7 +32,6 @@ __all__ = [
     "StagedValues",
     "checkpoint_parts",
     "file_suffixes",
-    "folder_names",
     "format_of_file",
     "format_of_folder",
     "format_of_layout",
@@ -42,6 +41,7 @@ __all__ = [
     "open_checkpoint",
     "output_layouts",
     "register_format",
+    "typical_files",
 ]
 
 
@@ -106,6 +106,7 @@ class Format:
     exclusive: bool = False
     list_parts: "Callable[[Location], Collection[str]]" = lambda folder: ()
     writer: FormatWriter | None = None
+    typical_file: str = ""  # the one of `folder_files` that messages name, if not the first
 
 
 FORMATS: dict[str, Format] = {}  # by name, in the order in which they are tried and listed
@@ -124,6 +125,12 @@ def register_format(new: Format) -> Format:
     return new
 
 
+def typical_files() -> list[str]:
+    """For messages: one file per format by which its folders are recognised."""
+    found = [f.typical_file or f.folder_files[0] for f in FORMATS.values() if f.folder_files]
+    return list(dict.fromkeys(found))
+
+
 def _layouts(known: Format) -> set[str]:
     return set(known.writer.layouts) if known.writer is not None else set()
 
@@ -135,12 +142,6 @@ def file_suffixes() -> tuple[str, ...]:
     ('.safetensors', '.pt', '.pth', '.bin', '.ckpt', '.tar')
     """
     return tuple(suffix for known in FORMATS.values() for suffix in known.suffixes)
-
-
-def folder_names() -> list[str]:
-    """A file of each kind of folder, by which it is recognised; for messages."""
-    found = [known.folder_files[0] for known in FORMATS.values() if known.folder_files]
-    return list(dict.fromkeys(found))  # two formats may have the same
 
 
 def output_layouts() -> tuple[str, ...]:
@@ -227,7 +228,7 @@ def open_checkpoint(location: "Location", *, key: str | None = None) -> "Checkpo
     if location.is_folder():
         found = format_of_folder([child.name for child in location.children()])
         if found is None:
-            known = ", ".join(folder_names())
+            known = ", ".join(typical_files())
             raise FormatError(f"{location}: no checkpoint here: looked for {known}, …")
         return found.open(location, key)
     if not location.is_file():
@@ -367,10 +368,11 @@ register_format(
     Format(
         name="huggingface",
         title="Hugging Face folder",
-        description="folder that from_pretrained loads: one file or shards, also PEFT adapters",
+        description="folder that from_pretrained loads: one file or shards, also adapters",
         open=_open_huggingface,
         folder_files=FOLDER_FILES,
         folder_parts=FOLDER_PARTS,
+        typical_file="model.safetensors",
     )
 )
 register_format(

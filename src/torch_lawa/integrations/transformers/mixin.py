@@ -48,6 +48,7 @@ class LatestWeightAveragingMixin(_Base):
 
     _evaluating = False  # inside our call of `evaluate`, which calls itself for several datasets
     _swapped = False  # the model holds the average
+    _suffix = ""  # of the prefix of the metrics, in an evaluation of an average beside another one
     # In the evaluation of the trained weights, if their metrics will decide which window is chosen.
     _choose: Callable[[Mapping[str, float]], None] | None = None
 
@@ -159,7 +160,20 @@ class LatestWeightAveragingMixin(_Base):
         if averaging is not None and choose is not None and averaging.monitor in logs:
             self._choose = None
             choose(dict(logs))
+        if self._suffix:
+            self._rename_own_metrics()
         super().log(logs, *args, **kwargs)
+
+    def _rename_own_metrics(self) -> None:
+        """Give the metrics that TRL's trainers collect themselves the names of an average.
+
+        Their `log` adds `eval_` to the names, whatever the prefix of the evaluation.
+        """
+        collected = getattr(self, "_metrics", None)
+        found = collected.get("eval") if isinstance(collected, dict) else None
+        if isinstance(found, dict):
+            for name in list(found):
+                found[f"{self._suffix}_{name}"] = found.pop(name)
 
     def _prefix_by_name(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -181,8 +195,12 @@ class LatestWeightAveragingMixin(_Base):
         suffix: str,
     ) -> dict[str, float]:
         kwargs = {**kwargs, _PREFIX: f"{kwargs[_PREFIX]}_{suffix}"}
-        with preserved_rng(self.args.device), self._evaluated_average(averaging):
-            return super().evaluate(*args, **kwargs)
+        self._suffix = suffix
+        try:
+            with preserved_rng(self.args.device), self._evaluated_average(averaging):
+                return super().evaluate(*args, **kwargs)
+        finally:
+            self._suffix = ""
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
         """Like the trainer's own `predict`, with the average if there is one.

@@ -174,3 +174,41 @@ def test_adapters_of_another_kind_or_number_are_left_to_peft(tmp_path: Path) -> 
     with pytest.raises(LayoutError, match="only a PeftModel"):
         averager.save_pretrained(tmp_path / "out", inside)
     assert os.listdir(tmp_path) == []
+
+
+class Diffuser(nn.Module):
+    """What a `ModelMixin` of Diffusers has; tests/finetuning uses real ones."""
+
+    config_name = "config.json"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def save_config(self, folder: str) -> None:
+        config = {"_class_name": type(self).__name__, "_diffusers_version": "0", "width": 3}
+        Path(folder, self.config_name).write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("how", [{}, {"max_shard_size": 10}])
+def test_a_model_of_diffusers_has_its_names(how: dict[str, Any], tmp_path: Path) -> None:
+    model = Diffuser()
+    averager, mean = trained(model)
+    averager.save_pretrained(tmp_path / "out", model, **how)
+    files = [path.name for path in (tmp_path / "out").glob("*.safetensors")]
+    assert all(name.startswith("diffusion_pytorch_model") for name in files)
+    assert len(files) == (2 if how else 1)
+    found = {n: t for name in files for n, t in load_file(tmp_path / "out" / name).items()}
+    assert found.keys() == mean.keys()
+    assert all(torch.equal(found[name], mean[name]) for name in mean)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == {"_class_name": "Diffuser", "_diffusers_version": "0", "width": 3}
+
+
+def test_an_adapter_in_a_model_of_diffusers_is_left_to_diffusers(tmp_path: Path) -> None:
+    model = Diffuser()
+    averager, _ = trained(model)
+    model.peft_config = {"default": object()}
+    with pytest.raises(LayoutError, match=r"Diffuser has the adapters default.*save_lora_adapter"):
+        averager.save_pretrained(tmp_path / "out", model)
+    assert os.listdir(tmp_path) == []
