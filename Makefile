@@ -203,7 +203,7 @@ $(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
 	.venv-torchtitan/bin/python -m pip install --quiet --disable-pip-version-check \
 	  -c .venv-torchtitan/others -c constraints-torchtitan.txt \
 	  -e . datasets einops pillow safetensors spmd_types tensorboard tokenizers torch_checkpointing \
-	  torchdata transformers tyro pytest pytest-timeout hypothesis
+	  torchdata transformers triton tyro pytest pytest-timeout hypothesis
 	.venv-torchtitan/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  -c constraints-torchtitan.txt torchtitan
 	@touch $@

@@ -104,8 +104,13 @@ def _dtype_names(window: Window) -> dict[str, str]:
     return {name: str(dtype).removeprefix("torch.") for name, (_, dtype) in signature.items()}
 
 
-def unpack(state: Mapping[str, Any]) -> Saved:
-    """Validate a saved state completely; raises before anything is changed."""
+def unpack(state: Mapping[str, Any], window: Window | None = None) -> Saved:
+    """Validate a saved state completely; raises before anything is changed.
+
+    The notes of a state in slots are those of one rank. With pipeline stages, ranks have tensors of
+    different names: what is not noted of them is taken from the `window`, which is bound to the
+    model of this rank.
+    """
     version = state.get("version") if isinstance(state, Mapping) else None
     if version not in (_LIST, _SLOTS):
         raise StateError(
@@ -130,6 +135,12 @@ def unpack(state: Mapping[str, Any]) -> Saved:
             for row in rows
         ]
         block = _block(state, notes)
+        if version == _SLOTS and contents and window is not None and window.seen:
+            own = window.averaged.signature()
+            dtypes = {n: dtypes.get(n, own[n][1]) for n in contents[-1].averaged if n in own}
+            ties = {alias: name for alias, name in ties.items() if name in own or name in kept}
+            noted = set(excluded) | set(window.excluded)
+            excluded = tuple(name for name in kept if name in noted)
     except DAMAGE as error:
         raise StateError(
             f"the saved averager state is damaged ({error!r}): load the checkpoint again."

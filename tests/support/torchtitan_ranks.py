@@ -1,13 +1,12 @@
 """One rank of torchtitan on a CPU: its own trainer and command line, with a tiny model and data.
 
-`torchrun ... torchtitan_ranks.py FOLDER --config tiny ...` runs the configurations of the example,
-made smaller. What a CPU lacks is replaced here, and only here: torchtitan asks its accelerator for
-names and memory, FlexAttention has no backward pass on CPUs, and gloo has fewer reductions.
+`support.torchtitan.train` starts it, with the configurations of the example made smaller. What a
+CPU lacks is replaced here, and only here: torchtitan asks its accelerator for names and memory,
+FlexAttention has no backward pass on CPUs, and gloo has fewer reductions.
 """
 
 import json
 import os
-import random
 import signal
 import sys
 from pathlib import Path
@@ -17,26 +16,7 @@ import torch
 import torch._utils
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchtitan"
-VOCABULARY = 264  # bytes and three special tokens, padded
-
-
-def write_assets(folder: Path) -> None:
-    """A tokenizer of bytes, and 400 lines of text."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    folder.mkdir(parents=True)
-    symbols = ["<s>", "</s>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    special = {"bos_token": "<s>", "eos_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(special))
-    chance = random.Random(0)
-    words = "the a cat dog bird sat ran flew on under over mat tree far".split()
-    lines = [{"text": " ".join(chance.choices(words, k=12))} for _ in range(400)]
-    (folder / "text").mkdir()
-    (folder / "text" / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+VOCABULARY = 32  # letters, a space, three special tokens and two without use
 
 
 def use_cpu() -> None:
@@ -68,7 +48,32 @@ def use_cpu() -> None:
     FSDPModule.set_gradient_divide_factor = set_factor
 
 
-def tiny(plain: bool = False) -> Any:
+def take_microbatches() -> None:
+    """torchtitan gives a pipeline schedule its microbatches, as PyTorch after 2.13 expects."""
+    from torch.distributed.pipelining import schedules
+
+    def step(
+        self: Any,
+        *,
+        arg_mbs: Any,
+        kwarg_mbs: Any,
+        target_mbs: Any,
+        losses: Any,
+        return_outputs: bool = False,
+        loss_kwargs: Any = None,
+        target: None = None,
+    ) -> None:
+        for stage in self._stages if hasattr(self, "_stages") else [self._stage]:
+            stage.has_backward = self._has_backward
+            stage.clear_runtime_states()
+        batches = arg_mbs, kwarg_mbs, target_mbs
+        self._step_microbatches(*batches, losses, return_outputs, loss_kwargs=loss_kwargs)
+
+    schedules.PipelineScheduleSingle.step = step  # type: ignore[method-assign]
+    schedules.PipelineScheduleMulti.step = step  # type: ignore[method-assign]
+
+
+def tiny(*, plain: bool = False, dim: int = 16, layers: int = 4) -> Any:
     """The example's configuration with a model of four layers and sixteen dimensions."""
     import averaged_llama3
     from torchtitan.config import ParallelismConfig
@@ -81,23 +86,22 @@ def tiny(plain: bool = False) -> Any:
         config = config_registry.llama3_debugmodel()
         config.checkpoint.enable = config.validator.enable = True
     large = config.model_spec.model
-    dim, heads = 16, 2
-    layers = llama3._build_llama3_layers(
-        n_layers=4,
+    blocks = llama3._build_llama3_layers(
+        n_layers=layers,
         dim=dim,
-        n_heads=heads,
-        hidden_dim=32,
-        rope=type(large.layers[0].attention.rope)(dim=dim // heads, max_seq_len=64, theta=1e4),
+        n_heads=2,
+        hidden_dim=2 * dim,
+        rope=type(large.layers[0].attention.rope)(dim=dim // 2, max_seq_len=64, theta=1e4),
         attn_backend="flex",
     )
-    for layer in layers:
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    large.dim, large.vocab_size, large.layers = dim, VOCABULARY, layers
+    for block in blocks:
+        block.attention.inner_attention = ScaledDotProductAttention.Config()
+    large.dim, large.vocab_size, large.layers = dim, VOCABULARY, blocks
     large.tok_embeddings.num_embeddings = large.lm_head.out_features = VOCABULARY
     large.tok_embeddings.embedding_dim = large.lm_head.in_features = dim
     large.norm.normalized_shape = dim
     config.loss.loss_fn.global_vocab_size = VOCABULARY
-    config.parallelism = ParallelismConfig(spmd_backend="full_dtensor")
+    config.parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
     config.training.seq_len, config.training.local_batch_size = 16, 2
     config.training.disable_cuda_graphs = True
     config.checkpoint.interval = config.validator.freq = 2
@@ -112,6 +116,11 @@ def tiny(plain: bool = False) -> Any:
 def plain() -> Any:
     """The same without an averager: torchtitan's own trainer."""
     return tiny(plain=True)
+
+
+def smallest() -> Any:
+    """A model of a kilobyte, to be recorded."""
+    return tiny(dim=4, layers=1)
 
 
 def use_assets(config: Any, assets: Path) -> Any:
@@ -158,13 +167,15 @@ def main() -> None:
     torch.set_num_threads(1)
     assets = Path(sys.argv.pop(1))
     use_cpu()
+    take_microbatches()
     sys.path.insert(0, str(EXAMPLE))
     from torchtitan import train
     from torchtitan.distributed import utils
 
     utils.set_pg_timeouts = lambda **options: None  # its barrier names a device of NCCL
-    for make in (tiny, plain):
-        setattr(sys.modules["__main__"], f"{make.__name__}_run", lambda m=make: use_assets(m(), assets))
+    module = sys.modules["__main__"]
+    for make in (tiny, plain, smallest):
+        setattr(module, f"{make.__name__}_run", lambda make=make: use_assets(make(), assets))
     folder = Path(sys.argv[sys.argv.index("--dump_folder") + 1])
     folder.mkdir(parents=True, exist_ok=True)
     record_metrics(folder / f"metrics-{os.environ['RANK']}.jsonl")

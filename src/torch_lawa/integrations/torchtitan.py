@@ -1,4 +1,4 @@
-"""Averaging in torchtitan: its trainer with a window of snapshots, configured from its command line.
+"""Averaging in torchtitan: its trainer with a window of snapshots, and options for it.
 
 ```python
 def llama3_8b():  # in the module that `--module` names
