@@ -135,6 +135,8 @@ FRAMEWORKS = (
     "transformers.LatestWeightAveragingCallback",
     "transformers.LatestWeightAveragingTrainer",
     "accelerate.register_averager",
+    "torchtitan.averaged",
+    "torchtitan.AveragingOptions",
     "timm.timm_checkpoint",
 )
 WITHOUT_MEMBERS = ("DiskStore", "Schedule", "Every", "Horizon", "OnPlateau", "Averager")

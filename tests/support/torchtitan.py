@@ -1,11 +1,13 @@
 """Runs of torchtitan on CPU ranks, and folders that it wrote itself."""
 
+import functools
 import json
 import os
 import random
 import subprocess
 import sys
 import tarfile
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +74,14 @@ def train(
 
 def load(checkpoint: Path) -> dict[str, Any]:
     """A checkpoint as PyTorch's own converter reads it: weights at the top, the rest nested."""
-    file = checkpoint.parent / f"{checkpoint.name}.pt"
-    dcp_to_torch_save(checkpoint, file)
-    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+    return dict(_load(checkpoint))
+
+
+@functools.cache  # it takes seconds, and tests share their runs
+def _load(checkpoint: Path) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        dcp_to_torch_save(checkpoint, f"{folder}/state.pt")
+        return torch.load(f"{folder}/state.pt", weights_only=False)  # type: ignore[no-any-return]
 
 
 def weights_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -118,6 +118,14 @@ def plain() -> Any:
     return tiny(plain=True)
 
 
+def still() -> Any:
+    """Training with a learning rate of zero."""
+    config = plain()
+    for group in config.optimizer.param_groups:
+        group.optimizer_kwargs["lr"] = 0.0
+    return config
+
+
 def smallest() -> Any:
     """A model of a kilobyte, to be recorded."""
     return tiny(dim=4, layers=1)
@@ -174,7 +182,7 @@ def main() -> None:
 
     utils.set_pg_timeouts = lambda **options: None  # its barrier names a device of NCCL
     module = sys.modules["__main__"]
-    for make in (tiny, plain, smallest):
+    for make in (tiny, plain, still, smallest):
         setattr(module, f"{make.__name__}_run", lambda make=make: use_assets(make(), assets))
     folder = Path(sys.argv[sys.argv.index("--dump_folder") + 1])
     folder.mkdir(parents=True, exist_ok=True)
