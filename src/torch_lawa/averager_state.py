@@ -136,11 +136,11 @@ def unpack(state: Mapping[str, Any], window: Window | None = None) -> Saved:
         ]
         block = _block(state, notes)
         if version == _SLOTS and contents and window is not None and window.seen:
-            own = window.averaged.signature()
-            dtypes = {n: dtypes.get(n, own[n][1]) for n in contents[-1].averaged if n in own}
-            ties = {alias: name for alias, name in ties.items() if name in own or name in kept}
-            noted = set(excluded) | set(window.excluded)
-            excluded = tuple(name for name in kept if name in noted)
+            names, own = contents[-1].averaged, window.averaged.signature()
+            dtypes = {n: dtypes[n] if n in dtypes else own[n][1] for n in names}
+            ties = {**ties, **window.ties}
+            ties = {alias: name for alias, name in ties.items() if name in names or name in kept}
+            excluded = tuple(n for n in kept if n in {*excluded, *window.excluded})
     except DAMAGE as error:
         raise StateError(
             f"the saved averager state is damaged ({error!r}): load the checkpoint again."
