@@ -1,15 +1,21 @@
 """Averaging in torchtitan's own trainer, on CPU ranks (make test-torchtitan)."""
 
 import importlib.util
+import re
+import shlex
 import shutil
+import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.guides import GUIDES, blocks
 from support.models import round_fraction, same_bits, true_mean
 from support.torchtitan import load, losses, train, weights_of
 from torch import Tensor
@@ -162,7 +168,6 @@ def test_other_ranks_continue(whole: Path, runs: Path, ranks: int, options: list
     assert_same(load(run / "averaged" / "step-9"), load(whole / "averaged" / "step-8"))
     before, after = (load(run / "checkpoint" / f"step-{step}") for step in (8, 9))
     assert_same(after["averager"]["slots"], before["averager"]["slots"])
-    assert not same_bits(after["norm.weight"], before["norm.weight"])
 
 
 def test_pipeline_stages_are_one_model(pipeline: Path, runs: Path) -> None:
@@ -248,12 +253,41 @@ def test_staging_ends_before_weights_are_swapped() -> None:
     assert same_bits(seen[0], own)
 
 
-def test_other_configurations_are_refused() -> None:
+def test_the_guide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration is parsed by torchtitan, and its table has every option."""
     from support.torchtitan_ranks import use_cpu
 
     use_cpu()
-    from torch_lawa.errors import ConfigError
-    from torch_lawa.integrations.torchtitan import averaged
+    from torchtitan.config import ConfigManager
+    from torchtitan.trainer import Trainer
 
+    from torch_lawa.errors import ConfigError
+    from torch_lawa.integrations.torchtitan import AveragedTrainer, AveragingOptions, averaged
+
+    module = ModuleType("my_configs")
+    exec(blocks("torchtitan.md", "Averaged weights in torchtitan", "python")[0], vars(module))
+    monkeypatch.setitem(sys.modules, "my_configs", module)
+    (command,) = blocks("torchtitan.md", "Averaged weights in torchtitan", "")
+    words = shlex.split(command.replace("\\\n", " "))
+    words = words[words.index("--module") :]
+    # torchtitan reads boolean options in this form.
+    config = ConfigManager().parse_args([*words, "--checkpoint.no-last-save-model-only"])
+    assert isinstance(config, AveragedTrainer.Config)
+    assert config.averager == AveragingOptions(k=16, samples=4, export="hf")
+    assert (config.checkpoint.enable, config.checkpoint.last_save_model_only) == (True, False)
+    assert config._owner is AveragedTrainer
+
+    text = (GUIDES / "torchtitan.md").read_text()
+    listed = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", text, re.MULTILINE))
+    assert list(listed) == [each.name for each in fields(AveragingOptions)]
+    for name in ("k", "horizon", "samples", "metrics", "store", "storage_dtype", "export"):
+        assert listed[name].strip("`") == str(getattr(AveragingOptions(), name))
+
+    (other,) = blocks("torchtitan.md", "Other trainers", "python")
+    names: dict[str, Any] = {"MyTrainer": type("MyTrainer", (Trainer,), {}), "__name__": "guide"}
+    exec(other, names)
+    made = names["MyAveragedTrainer"]
+    assert made.Config().averager == AveragingOptions()
+    assert made.Config._owner is made
     with pytest.raises(ConfigError, match="AveragedTrainerMixin"):
-        averaged({})
+        averaged(made.Config())

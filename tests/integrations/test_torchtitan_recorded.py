@@ -1,7 +1,6 @@
 """A run that torchtitan wrote, read without it; see tests/recorded/record_torchtitan.py."""
 
 import importlib.util
-import json
 import sys
 import tarfile
 import warnings
@@ -59,23 +58,6 @@ def test_inspect_finds_the_weights(run: Path) -> None:
     expected = saved(run, 6)
     assert set(found.tensors) == set(expected)
     assert "layers.0.attention.qkv_linear.wq.weight" in expected
-
-
-def test_sweep_and_watch(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    name = "layers.0.ffn_norm.weight"
-    program = f"def evaluate(state): return {{'first': state[{name!r}].flatten()[0].item()}}\n"
-    Path("measure.py").write_text(program)
-    words = ["sweep", str(run / "checkpoint"), "--k", "2,3", "--evaluator", "measure:evaluate"]
-    assert main._run(words) == 0
-    rows = [json.loads(line) for line in Path("metrics.jsonl").read_text().splitlines()]
-    found = {row["k"]: row["first"] for row in rows if row["step"] == 6}
-    steps = {None: [6], 2: [4, 6], 3: [2, 4, 6]}
-    assert found == {k: mean(run, *of)[name].flatten()[0].item() for k, of in steps.items()}
-    words = ["watch", str(run / "checkpoint"), "--k", "3", "-o", "out", "--once", "--settle", "0"]
-    assert main._run(words) == 0
-    assert_same(weights_of(load(Path("out").resolve())), mean(run, 2, 4, 6))
 
 
 def test_the_window_is_resumed_without_torchtitan(run: Path) -> None:
