@@ -9,6 +9,7 @@ The window is part of torchtitan's checkpoints, and validation runs with the ave
 
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -129,9 +130,13 @@ class AveragedTrainerMixin:
         """Train, then export the average if that is configured."""
         super().train()  # type: ignore[misc]
         export = self.config.averager.export
-        if export != "none" and self.averager.ready:
-            folder = os.path.join(self.config.dump_folder, "averaged", f"step-{self.step}")
-            self.save_average(folder, to_hf=export == "hf")
+        if export == "none":
+            return
+        if not self.averager.ready:
+            logger.warning(f"Too few snapshots for an average ({len(self.averager)}): no export.")
+            return
+        folder = os.path.join(self.config.dump_folder, "averaged", f"step-{self.step}")
+        self.save_average(folder, to_hf=export == "hf")
 
     def save_average(self, folder: str, *, to_hf: bool) -> None:
         """Write the average as torchtitan writes a model: its own format, or Hugging Face's.
@@ -154,7 +159,7 @@ class AveragedTrainerMixin:
             manager.dcp_save(state, folder, AsyncMode.DISABLED, to_hf=to_hf)
         logger.info(f"Saved the average of {self.describe_average()} to {folder}.")
 
-    def swapped(self) -> Any:
+    def swapped(self) -> AbstractContextManager[None]:
         """A `with` block in which the model holds the average."""
         # A checkpoint may still be copied from the weights in the background.
         self.checkpointer.maybe_wait_for_staging()
