@@ -11,7 +11,7 @@ OWN_TARGETS := not gpu and not data and not browser and not matrix and not packa
 .PHONY: help demo test test-fast check format docs coverage bench bench-offline clean
 .PHONY: test-jax record-jax
 .PHONY: test-gpu test-data test-faults test-browser test-matrix test-oldest test-timm test-megatron test-packaging
-.PHONY: test-deepspeed test-finetuning record-diffusers
+.PHONY: test-deepspeed test-finetuning record-diffusers test-torchtitan record-torchtitan
 
 help:
 	@echo "make demo       train the embedded default and show what averaging saved"
@@ -33,6 +33,7 @@ help:
 	@echo "make test-timm  with timm, in an environment of its own"
 	@echo "make test-finetuning  with Diffusers and TRL, in an environment of its own"
 	@echo "make test-deepspeed  engines and checkpoints of DeepSpeed, in an environment of its own; minutes"
+	@echo "make test-torchtitan  runs of torchtitan on CPU ranks, in an environment of its own; minutes"
 	@echo "make test-jax   Orbax checkpoints, with JAX, in an environment of its own"
 	@echo "make test-browser  the report's page in a headless browser"
 
@@ -108,6 +109,14 @@ test-deepspeed: .venv-deepspeed/.deepspeed
 	  tests/integrations/test_deepspeed.py tests/integrations/test_deepspeed_online.py \
 	  tests/integrations/test_deepspeed_frameworks.py tests/integrations/test_deepspeed_docs.py \
 	  tests/unit/torch_lawa/checkpoints/formats/test_deepspeed.py
+
+# torchtitan's own trainer on CPU ranks; warnings of the frameworks are theirs.
+test-torchtitan: .venv-torchtitan/.torchtitan
+	.venv-torchtitan/bin/python -m pytest -o filterwarnings=default \
+	  tests/integrations/test_torchtitan.py tests/integrations/test_torchtitan_recorded.py
+
+record-torchtitan: .venv-torchtitan/.torchtitan
+	.venv-torchtitan/bin/python tests/recorded/record_torchtitan.py
 
 # Deprecations that Orbax and JAX warn of are theirs.
 test-jax: .venv-jax/.jax
@@ -205,6 +214,20 @@ $(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
 	  -e '.[orbax]' flax jax optax orbax-checkpoint safetensors pytest pytest-timeout hypothesis
 	@touch $@
 
+# Without torchtitan's own requirements, since one of them (wandb) is imported only by those who log
+# with it and brings thirty more packages.
+.venv-torchtitan/.torchtitan: $(SOURCES) constraints-torchtitan.txt
+	$(PYTHON) -m venv .venv-torchtitan
+	cut -d= -f1 constraints-torchtitan.txt | grep -v '^#' | sed 's/$$/==/' > .venv-torchtitan/names
+	grep -v -F -f .venv-torchtitan/names constraints.txt > .venv-torchtitan/others
+	.venv-torchtitan/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -c .venv-torchtitan/others -c constraints-torchtitan.txt \
+	  -e . datasets einops pillow safetensors spmd_types tensorboard tokenizers torch_checkpointing \
+	  torchdata transformers triton tyro pytest pytest-timeout hypothesis
+	.venv-torchtitan/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  -c constraints-torchtitan.txt torchtitan
+	@touch $@
+
 .venv-megatron/.megatron: $(SOURCES)
 	$(PYTHON) -m venv .venv-megatron
 	.venv-megatron/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
@@ -214,4 +237,4 @@ $(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-docs .venv-oldest .venv-timm .venv-finetuning .venv-megatron .venv-deepspeed .venv-jax site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-docs .venv-oldest .venv-timm .venv-finetuning .venv-megatron .venv-deepspeed .venv-jax .venv-torchtitan site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

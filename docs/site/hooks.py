@@ -137,6 +137,8 @@ FRAMEWORKS = (
     "accelerate.register_averager",
     "deepspeed.save_checkpoint",
     "deepspeed.load_checkpoint",
+    "torchtitan.averaged",
+    "torchtitan.AveragingOptions",
     "timm.timm_checkpoint",
 )
 WITHOUT_MEMBERS = ("DiskStore", "Schedule", "Every", "Horizon", "OnPlateau", "Averager")

@@ -446,7 +446,7 @@ class LatestWeightAverager:
 
         `k`, store and storage dtype may differ: the newest snapshots that fit are taken.
         """
-        saved = averager_state.unpack(state)
+        saved = averager_state.unpack(state, self._window)
         kind = type(self._schedule).__name__
         if saved.counters["schedule_kind"] != kind:
             raise StateError(

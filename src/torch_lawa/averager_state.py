@@ -129,8 +129,13 @@ def _dtype_names(window: Window) -> dict[str, str]:
     return {name: str(dtype).removeprefix("torch.") for name, (_, dtype) in signature.items()}
 
 
-def unpack(state: Mapping[str, Any]) -> Saved:
-    """Validate a saved state completely; raises before anything is changed."""
+def unpack(state: Mapping[str, Any], window: Window | None = None) -> Saved:
+    """Validate a saved state completely; raises before anything is changed.
+
+    The notes of a state in slots are those of one rank. With pipeline stages, ranks have tensors of
+    different names: what is not noted of them is taken from the `window`, which is bound to the
+    model of this rank.
+    """
     version = state.get("version") if isinstance(state, Mapping) else None
     if version not in (_LIST, _SLOTS):
         raise StateError(
@@ -155,6 +160,12 @@ def unpack(state: Mapping[str, Any]) -> Saved:
             for row in rows
         ]
         block = _block(state, notes)
+        if version == _SLOTS and contents and window is not None and window.seen:
+            names, own = contents[-1].averaged, window.averaged.signature()
+            dtypes = {n: dtypes[n] if n in dtypes else own[n][1] for n in names}
+            ties = {**ties, **window.ties}
+            ties = {alias: name for alias, name in ties.items() if name in names or name in kept}
+            excluded = tuple(n for n in kept if n in {*excluded, *window.excluded})
     except DAMAGE as error:
         raise StateError(
             f"the saved averager state is damaged ({error!r}): load the checkpoint again."

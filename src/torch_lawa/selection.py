@@ -5,7 +5,7 @@ weights appear once, under their first name; the other names are recorded as tie
 is represented by its local shard, a parameter whose master is elsewhere by that master.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -23,6 +23,7 @@ from torch_lawa.shards import Sharding, is_fsdp, is_sharded, local, reshard, sha
 __all__ = [
     "BufferRule",
     "FrozenRule",
+    "ModelParts",
     "Selection",
     "Selector",
     "live_tensors",
@@ -64,6 +65,28 @@ class Selection:
     def all(self) -> dict[str, Tensor]:
         """Every tensor, of any rule."""
         return {**self.averaged, **self.kept, **self.omitted}
+
+
+class ModelParts(nn.ModuleList):
+    """The pipeline stages that one rank holds, as one model.
+
+    The names of the tensors are those in the stages, which are those of the whole model.
+
+    >>> stages = [nn.ModuleDict({"a": nn.Linear(1, 1)}), nn.ModuleDict({"b": nn.Linear(1, 1)})]
+    >>> list(live_tensors(ModelParts(stages)))
+    ['a.weight', 'a.bias', 'b.weight', 'b.bias']
+    """
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        super().__init__(parts)
+        seen: set[str] = set()
+        for name, _, _ in _of_module(self):
+            if name in seen:
+                raise LayoutError(
+                    f"two parts of the model have a tensor {name!r}: pass the stages of one model, "
+                    "with the names that they have in it."
+                )
+            seen.add(name)
 
 
 class Selector:
@@ -247,7 +270,8 @@ def _of_module(
             yield prefix + name, buffer, "buffer"
     for name, child in module._modules.items():
         if child is not None:
-            yield from _of_module(child, masters, f"{prefix}{name}.")
+            inside = prefix if isinstance(module, ModelParts) else f"{prefix}{name}."
+            yield from _of_module(child, masters, inside)
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """The averager in torch.distributed.checkpoint: saved on two ranks, loaded on any number."""
 
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from torch_lawa import LatestWeightAverager
-from torch_lawa.errors import StateError
+from torch_lawa.errors import LayoutError, StateError
+from torch_lawa.selection import ModelParts, live_tensors
 
 K = 3
 
@@ -115,6 +117,57 @@ def test_saved_while_training_goes_on(tmp_path: Path) -> None:
     on_ranks(2, save, str(tmp_path), 5, True)
     for found in on_ranks(2, load, str(tmp_path), True, K):
         assert_same(found, uninterrupted(5, K))
+
+
+def stages(rank: int, ranks: int) -> ModelParts:
+    """Four pipeline stages, dealt out to the ranks in turn."""
+    torch.manual_seed(0)
+    layers = [nn.ModuleDict({f"layers_{i}": nn.Linear(3, 2)}) for i in range(4)]
+    layers[3]["tied"] = layers[3]["layers_3"]
+    return ModelParts(layers[rank::ranks])
+
+
+def on_stages(rank: int, folder: str, ranks: int, resume: bool) -> dict[str, Tensor]:
+    model = stages(rank, ranks)
+
+    def collect(steps: range) -> None:
+        for step in steps:
+            for name, tensor in live_tensors(model).items():
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{name}{step}".encode()))
+                tensor.data.copy_(torch.randn(tensor.shape, generator=generator))
+            averager.collect(model, step=step)
+
+    averager = LatestWeightAverager(k=K, exclude="*_*.bias")  # each rank has some
+    averager.bind(model)
+    if resume:
+        dcp.load({"averager": averager}, checkpoint_id=folder)
+    else:
+        collect(range(1, 5))
+        dcp.save({"averager": averager}, checkpoint_id=folder)
+    collect(range(5, 6))
+    average = averager.average()
+    with averager.swapped_into(model):
+        for name, tensor in live_tensors(model).items():
+            assert torch.equal(average[name], tensor)
+    return average
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_pipeline_stages_resume_on_other_ranks(tmp_path: Path, ranks: int) -> None:
+    """Ranks have tensors of different names, and a checkpoint has the notes of one of them."""
+    first = on_ranks(2, on_stages, str(tmp_path / "saved"), 2, False)
+    again = on_ranks(ranks, on_stages, str(tmp_path / "saved"), ranks, True)
+    expected = {name: tensor for each in first for name, tensor in each.items()}
+    found = {name: tensor for each in again for name, tensor in each.items()}
+    assert len(found) == 10
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_parts_with_the_same_names_are_refused() -> None:
+    with pytest.raises(LayoutError, match=r"two parts .* 'weight'"):
+        ModelParts([nn.Linear(1, 1), nn.Linear(1, 1)])
 
 
 def quietly(act: Any, *arguments: Any, **options: Any) -> Any:

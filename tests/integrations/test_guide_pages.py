@@ -3,7 +3,6 @@
 import argparse
 import importlib.util
 import json
-import shlex
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -13,9 +12,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.guides import ROOT, blocks
+from support.guides import ROOT, blocks, commands
 from support.models import same_bits
 from support.timm import import_timm
+from support.torchtitan import load, unpack_recorded, weights_of
 from support.transformers import tiny_model
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
@@ -202,11 +202,6 @@ def test_what_is_said_of_emas() -> None:
     assert same_bits(average[0], before)
 
 
-def commands(page: str, section: str) -> list[list[str]]:
-    lines = "".join(blocks(page, section, "")).splitlines()
-    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("lawa ")]
-
-
 def lightning_run(folder: Path) -> list[Tensor]:
     """Checkpoints beside Lightning's own EMA: the raw weights of each epoch are returned."""
     from lightning.pytorch import LightningModule, Trainer
@@ -385,6 +380,32 @@ def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {(row["step"], row["k"]): row["loss"] for row in rows}
     for k in (2, 4, 6, 10, 16):
         assert found[14500, k] == window(14500, k)[0, 0].item()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of PyTorch's reader
+def test_torchtitan_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that torchtitan wrote; its own code is in test_torchtitan.py."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    unpack_recorded(tmp_path / "outputs")
+    Path("titanmodel").mkdir()
+    Path("titanmodel/evaluation.py").write_text(
+        "def evaluate(s): return {'loss': s['norm.weight'][0].item()}\n"
+    )
+    for words in commands("torchtitan.md", "Checkpoints on disk"):
+        once = ["--once", "--settle", "0"] if words[0] == "watch" else []
+        assert main._run([*words, *once]) == 0, words
+    run = tmp_path / "outputs" / "checkpoint"
+    states = [weights_of(load(run / f"step-{step}")) for step in (2, 4, 6)]
+    for result in ("averaged", "latest"):
+        found = weights_of(load(tmp_path / result))
+        assert found.keys() == states[0].keys()
+        for name, tensor in found.items():
+            assert same_bits(tensor, mean([state[name] for state in states])), name
+    rows = [json.loads(line) for line in Path("metrics.jsonl").read_text().splitlines()]
+    values = {row["k"]: row["loss"] for row in rows if row["step"] == 6}
+    norms = [state["norm.weight"] for state in states]
+    assert values == {k or None: mean(norms[-k or -1 :])[0].item() for k in (0, 2, 3)}
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,9 @@
 """The code in the pages of docs/guides, which tests run."""
 
+import shlex
 from pathlib import Path
 
-__all__ = ["ROOT", "blocks"]
+__all__ = ["GUIDES", "ROOT", "blocks", "commands"]
 
 ROOT = Path(__file__).parents[2]
 GUIDES = ROOT / "docs" / "guides"
@@ -27,3 +28,9 @@ def blocks(page: str, section: str | None = None, language: str = "python") -> l
             seen += inside
     assert section is None or seen == 1, f"{page} has {seen} sections {section!r}"
     return found
+
+
+def commands(page: str, section: str) -> list[list[str]]:
+    """The words of each `lawa` command in one section of a page."""
+    lines = "".join(blocks(page, section, "")).splitlines()
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("lawa ")]
