@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from torch_lawa import averager_state
-from torch_lawa.averager_protocol import Averager
 from torch_lawa.coefficients import Coefficients, Uniform, blended
 from torch_lawa.errors import StateError
 from torch_lawa.mutex import one_at_a_time
@@ -29,7 +28,7 @@ from torch_lawa.window_mean import Sliding
 if TYPE_CHECKING:
     from torch_lawa.export import ExportPlan
 
-__all__ = ["Averager", "LatestWeightAverager"]
+__all__ = ["LatestWeightAverager"]
 
 
 class LatestWeightAverager:
@@ -111,8 +110,8 @@ class LatestWeightAverager:
         if not isinstance(store, Store):
             one_of("store", store, ("host", "device"), " Or give a DiskStore(folder).")
             store = HostStore() if store == "host" else DeviceStore()
-        rule = _checked(Uniform() if coefficients is None else coefficients)
-        self._coefficients = blended(rule, blend)
+        self._coefficients: Coefficients = Uniform()
+        self._coefficients = blended(self._rule(coefficients), blend)
         self._coefficients.weights(k)  # raises if there are too few explicit weights
         # A copy: a schedule counts calls, and the same object may be given to two averagers.
         self._schedule: Schedule = Every(1) if schedule is None else copy.deepcopy(schedule)
@@ -477,7 +476,10 @@ class LatestWeightAverager:
             self._ranks_agreed = True
 
     def _rule(self, given: Coefficients | None) -> Coefficients:
-        return self._coefficients if given is None else _checked(given)
+        if given is None:
+            return self._coefficients
+        check_kind("coefficients", given, "weights", "Uniform() or Exponential(0.9)")
+        return given
 
     def _window_size(self, k: int | None) -> int:
         """How many snapshots to average; raises if there are too few."""
@@ -495,8 +497,3 @@ class LatestWeightAverager:
         if counters["schedule_kind"] == type(self._schedule).__name__:
             self._schedule.load_state_dict(counters["schedule"])
         self._num_steps = counters["num_steps"]
-
-
-def _checked(rule: Coefficients) -> Coefficients:
-    check_kind("coefficients", rule, "weights", "Uniform() or Exponential(0.9)")
-    return rule

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from torch_lawa.averager import Averager, LatestWeightAverager
+from torch_lawa.averager import LatestWeightAverager
+from torch_lawa.averager_protocol import Averager
 from torch_lawa.batch_norm import recalibrate_batch_norm
 from torch_lawa.coefficients import Coefficients, name_coefficients
 from torch_lawa.errors import ConfigError

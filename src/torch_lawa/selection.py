@@ -80,7 +80,7 @@ class ModelParts(nn.ModuleList):
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         super().__init__(parts)
         seen: set[str] = set()
-        for name, _, _ in _of_module(self):
+        for name, _, _ in _of_module(self, None):
             if name in seen:
                 raise LayoutError(
                     f"two parts of the model have a tensor {name!r}: pass the stages of one model, "

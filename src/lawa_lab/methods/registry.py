@@ -17,7 +17,8 @@ from torch_lawa.errors import ConfigError
 if TYPE_CHECKING:
     from torch import nn
 
-    from torch_lawa.averager import Averager, LatestWeightAverager
+    from torch_lawa.averager import LatestWeightAverager
+    from torch_lawa.averager_protocol import Averager
 
 __all__ = ["METHODS", "Method", "RingMethod", "parse_method", "register_method", "typed_methods"]
 

@@ -26,7 +26,8 @@ from lawa_lab.recipes.runtime import require_deterministic
 from lawa_lab.recipes.task import Batch, Task, Worker, mixed_seed
 from lawa_lab.recipes.wrapped_optimizer import WrappedOptimizer
 from lawa_lab.wrappers.registry import parse_wrappers
-from torch_lawa.averager import Averager, LatestWeightAverager
+from torch_lawa.averager import LatestWeightAverager
+from torch_lawa.averager_protocol import Averager
 from torch_lawa.batch_norm import recalibrate_batch_norm
 from torch_lawa.coefficients import Coefficients, name_coefficients, parse_coefficients
 from torch_lawa.errors import ConfigError, LawaError, StateError

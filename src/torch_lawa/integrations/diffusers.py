@@ -6,8 +6,8 @@ from torch import nn
 
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.errors import LayoutError
+from torch_lawa.masters import is_sharded_model
 from torch_lawa.selection import unwrap
-from torch_lawa.shards import is_sharded_model
 
 if TYPE_CHECKING:
     from diffusers.training_utils import EMAModel

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torch_lawa import Explicit, LatestWeightAverager, recalibrate_batch_norm
-from torch_lawa.averager import Averager
+from torch_lawa.averager_protocol import Averager
 from torch_lawa.errors import ConfigError
 from torch_lawa.evaluation import evaluate_side_by_side
 from torch_lawa.metrics import MetricsWriter, read_metrics

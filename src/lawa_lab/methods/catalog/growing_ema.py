@@ -9,7 +9,7 @@ from torch_lawa.errors import ConfigError
 if TYPE_CHECKING:
     from torch import nn
 
-    from torch_lawa.averager import Averager
+    from torch_lawa.averager_protocol import Averager
 
 __all__ = ["GrowingEma"]
 

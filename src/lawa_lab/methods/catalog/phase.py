@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, ClassVar
 from lawa_lab.methods.registry import RingMethod, register_method
 
 if TYPE_CHECKING:
-    from torch_lawa.averager import Averager, LatestWeightAverager
+    from torch_lawa.averager import LatestWeightAverager
+    from torch_lawa.averager_protocol import Averager
 
 __all__ = ["Phase"]
 

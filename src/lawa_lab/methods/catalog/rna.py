@@ -7,7 +7,8 @@ from lawa_lab.methods.registry import RingMethod, register_method
 from torch_lawa.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch_lawa.averager import Averager, LatestWeightAverager
+    from torch_lawa.averager import LatestWeightAverager
+    from torch_lawa.averager_protocol import Averager
 
 __all__ = ["Rna"]
 

@@ -8,7 +8,7 @@ from lawa_lab.methods.registry import Method, register_method
 if TYPE_CHECKING:
     from torch import nn
 
-    from torch_lawa.averager import Averager
+    from torch_lawa.averager_protocol import Averager
 
 __all__ = ["TwoTailed"]
 
