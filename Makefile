@@ -214,8 +214,8 @@ $(VENV)/.dev: $(VENV)/bin/python $(SOURCES)
 	  -e '.[orbax]' flax jax optax orbax-checkpoint safetensors pytest pytest-timeout hypothesis
 	@touch $@
 
-# Without torchtitan's own requirements, since one of them (wandb) is imported only by those who log
-# with it and brings thirty more packages.
+# Without wandb and what it brings: torchtitan imports it only to log with it. triton comes with the
+# CUDA builds of PyTorch, and torchtitan imports it on CPUs as well.
 .venv-torchtitan/.torchtitan: $(SOURCES) constraints-torchtitan.txt
 	$(PYTHON) -m venv .venv-torchtitan
 	cut -d= -f1 constraints-torchtitan.txt | grep -v '^#' | sed 's/$$/==/' > .venv-torchtitan/names
