@@ -124,7 +124,8 @@ def chosen(rank: int) -> dict[str, Any]:
         ("group", nn.Linear(3, 3), dist.group.WORLD),
     ):
         averager = LatestWeightAverager(k=2)
-        values = iter([2.0, 3.0, 1.0, 2.0, 3.0, 1.0 + 9.0 * rank])  # raw, k = 1, k = 2, twice
+        # Raw and k = 2, twice; k = 1 is the raw weights.
+        values = iter([2.0, 1.0, 2.0, 1.0 + 9.0 * rank])
         chooser = WindowChooser(averager, lambda model, values=values: next(values), group=group)
         for _ in range(2):
             averager.collect(model)
