@@ -170,19 +170,21 @@ class DeepSpeed(Torch):
             import torch
 
             found = torch.load(aside / "pytorch_model.bin", weights_only=True)
-            return dict(found)
+            return {name: tensor.detach() for name, tensor in found.items()}
         finally:
             shutil.rmtree(aside)
 
 
 def _module(weights: State) -> Any:
     """A model with these parameters, whose loss gives each of them some gradient."""
+    import torch
     from torch import Tensor, nn
 
     class Node(nn.Module):
         def forward(self) -> Tensor:
-            found: Tensor = sum((p * p.sign()).float().sum() for p in self.parameters())  # type: ignore[assignment]
-            return found
+            """Module by module, as ZeRO-3 gathers parameters; backward needs no values."""
+            own = [p.float().sum() for p in self.parameters(recurse=False)]
+            return torch.stack([*own, *(child() for child in self.children())]).sum()
 
     root = Node()
     for name, value in weights.items():
