@@ -115,7 +115,7 @@ def test_a_new_recipe_is_trained_from_the_command_line(
     assert "Slope of the toy line." in shown
     assert "Peak learning rate." in shown  # inherited
     assert lawa("train", toy, "--slope", "-9") == 2
-    assert "slope=-9.0: must be at least -5" in capsys.readouterr().err
+    assert "--slope -9.0: must be at least -5" in capsys.readouterr().err
     assert lawa("train", toy, "--slope", "-1", "-o", "run") == 0
     rows = rows_of(Path("run"))
     assert {row["recipe"] for row in rows} == {toy}
@@ -138,7 +138,7 @@ def test_methods_are_evaluated_beside_the_window(
     rows = rows_of(Path("run"))
     last = {(row["weights"], row["coefficients"]): row for row in rows if row["epoch"] == 6}
     assert set(last) == {
-        ("raw", None), ("averaged", "uniform"), ("newest", ""), ("ema", "0.5"), ("ema", "0.9"),
+        ("raw", None), ("averaged", "uniform"), ("newest", None), ("ema", "0.5"), ("ema", "0.9"),
     }  # fmt: skip
     assert last["newest", ""]["test_loss"] == last["raw", None]["test_loss"]
     losses = [last[key]["test_loss"] for key in (("ema", "0.5"), ("ema", "0.9"), ("raw", None))]
