@@ -119,7 +119,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.read:
         rows = (json.loads(line) for file in arguments.read for line in file.open())
-        return print_tables(row for row in rows if "task" in row)
+        print_tables(row for row in rows if "task" in row)
+        return
     wanted = arguments.tasks or [task for task, _ in TASKS if task != "decoder" or arguments.data]
     tasks = [(task, rate) for task, rate in TASKS if task in wanted]
     jobs = [
