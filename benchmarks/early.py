@@ -85,7 +85,7 @@ def name_of(row: Row) -> str:
     if row["weights"] == "raw":
         return "raw" if row["batch_norm"] or row["task"] == "decoder" else "raw, running"
     rule = f"{row['k']} {row['coefficients']}" if row["weights"] == "averaged" else ""
-    return f"{row['weights']} {rule or row['coefficients']}".strip()
+    return f"{row['weights']} {rule or row['coefficients'] or ''}".strip()
 
 
 def print_tables(rows: Iterable[Row]) -> None:
