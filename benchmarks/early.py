@@ -11,9 +11,11 @@ logarithm of its loss relative to that of the raw weights, as a percentage.
 
 import argparse
 import itertools
+import json
 import math
 import statistics
 import tempfile
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,10 @@ DECODER: dict[str, Any] = {
     "warmup_steps": 20, "evaluation_tokens": 2**12, "nu": 10,
 }  # fmt: skip
 DECODER_STEPS = 2000
+TASKS = (
+    ("noisy digits", 0.1), ("noisy digits", 0.4), ("shifted digits", 0.2), ("decoder", 1e-3),
+    ("decoder", 6e-3),
+)  # fmt: skip
 
 
 def config_of(task: str, rate: float) -> TrainConfig:
@@ -79,38 +85,54 @@ def name_of(row: Row) -> str:
     if row["weights"] == "raw":
         return "raw" if row["batch_norm"] or row["task"] == "decoder" else "raw, running"
     rule = f"{row['k']} {row['coefficients']}" if row["weights"] == "averaged" else ""
-    return f"{row['weights']} {rule or row['coefficients']}".strip()
+    return f"{row['weights']} {rule or row['coefficients'] or ''}".strip()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/bench-early"))
-    parser.add_argument("--data", type=Path, help="a folder of text, for the decoder")
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
-    parser.add_argument("--processes", type=int, default=2)
-    arguments = parser.parse_args()
-    tasks = [("noisy digits", 0.1), ("noisy digits", 0.4), ("shifted digits", 0.2)]
-    tasks += [("decoder", 1e-3), ("decoder", 6e-3)] if arguments.data else []
-    jobs = [
-        (*task, seed, arguments.data) for task, seed in itertools.product(tasks, arguments.seeds)
-    ]
-    log, tables = Log(arguments.out), dict[Any, dict[str, list[float]]]()
-    with ProcessPoolExecutor(arguments.processes) as pool:
-        for job, rows in zip(jobs, pool.map(rows_of, *zip(*jobs, strict=True)), strict=True):
-            losses: dict[tuple[str, int], float] = {}
-            for row in rows:
-                log.add(**{name: row[name] for name in row if not name.endswith("seconds")})
-                loss = row.get("test_loss", row["valid_loss"])
-                losses[name_of(row), row["step"]] = loss
-            for (name, step), loss in losses.items():
-                ratio = math.log(loss / losses["raw", step])
-                tables.setdefault(job[:2], {}).setdefault(name, []).append(ratio)
+def print_tables(rows: Iterable[Row]) -> None:
+    """For every task and rate, the rules from the best to the worst."""
+    runs: dict[tuple[str, float, int], dict[tuple[str, int], float]] = {}
+    for row in rows:
+        run = row["task"], row["peak_learning_rate"], row["seed"]
+        loss = row.get("test_loss", row["valid_loss"])
+        runs.setdefault(run, {})[name_of(row), row["step"]] = loss
+    tables: dict[tuple[str, float], dict[str, list[float]]] = {}
+    for run, losses in runs.items():
+        for (name, step), loss in losses.items():
+            ratio = math.log(loss / losses["raw", step])
+            tables.setdefault(run[:2], {}).setdefault(name, []).append(ratio)
     for task, table in tables.items():
         print(*task)
         for name, ratios in sorted(table.items(), key=lambda entry: statistics.fmean(entry[1])):
             better = sum(ratio < 0 for ratio in ratios)
             mean = 100 * (math.exp(statistics.fmean(ratios)) - 1)
             print(f"  {name:28} {mean:+7.1f} %   better {better} of {len(ratios)} times")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/bench-early"))
+    parser.add_argument("--data", type=Path, help="a folder of text, for the decoder")
+    parser.add_argument("--tasks", nargs="+", choices=sorted({task for task, _ in TASKS}))
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--read", type=Path, nargs="+", help="only tables, of these raw.jsonl")
+    arguments = parser.parse_args()
+    if arguments.read:
+        rows = (json.loads(line) for file in arguments.read for line in file.open())
+        print_tables(row for row in rows if "task" in row)
+        return
+    wanted = arguments.tasks or [task for task, _ in TASKS if task != "decoder" or arguments.data]
+    tasks = [(task, rate) for task, rate in TASKS if task in wanted]
+    jobs = [
+        (*task, seed, arguments.data) for task, seed in itertools.product(tasks, arguments.seeds)
+    ]
+    log, found = Log(arguments.out), list[Row]()
+    with ProcessPoolExecutor(arguments.processes) as pool:
+        for rows in pool.map(rows_of, *zip(*jobs, strict=True)):
+            for row in rows:
+                found.append({name: row[name] for name in row if not name.endswith("seconds")})
+                log.add(**found[-1])
+    print_tables(found)
 
 
 if __name__ == "__main__":

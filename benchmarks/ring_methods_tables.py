@@ -4,8 +4,9 @@
 
 For every method, the setting and the peak rate with the lowest geometric mean of validation losses
 over the budgets are chosen from the seeds after `--choose`. The table has their means over the
-other seeds, and what the method cost: the seconds of its updates, and of learning or choosing
-before evaluations, relative to the seconds of training. `--test test_loss` is the second metric.
+other seeds, the ratio of each seed's geometric mean to that of the window (the run's own mean of
+the k latest snapshots), and what the method cost: the seconds of its updates, and of learning or
+choosing before evaluations, relative to the seconds of training.
 """
 
 import argparse
@@ -64,6 +65,13 @@ def main() -> None:
             if by_budget.get(budget)
         ]
 
+    def by_seed(setting: Setting) -> dict[int, float]:
+        """The geometric mean over the budgets, for each seed that did not choose."""
+        losses: dict[int, list[float]] = defaultdict(list)
+        for row in (row for rows in found[setting][False].values() for row in rows):
+            losses[row["seed"]].append(row[arguments.test])
+        return {seed: statistics.geometric_mean(own) for seed, own in losses.items()}
+
     best: dict[str, tuple[float, Setting]] = {}
     for setting in found:
         values = means(setting, arguments.valid, chosen_on=True)
@@ -75,10 +83,11 @@ def main() -> None:
         values = means(setting, arguments.test, chosen_on=False)
         cells = " | ".join(f"{value:.4f}" for value in values)
         overall = f"{statistics.geometric_mean(values):.4f}" if values else ""
+        window, own = by_seed(best["window"][1]), by_seed(setting)
+        ratios = " ".join(f"{own[seed] / window[seed]:.2f}" for seed in sorted(own))
         cost = f"{1 + statistics.fmean(costs[setting]):.2f}" if costs[setting] else ""
-        print(
-            f"| {name} | {setting[1]} {setting[2]:g} | {score:.4f} | {cells} | {overall} | {cost}"
-        )
+        words = name, f"{setting[1]} {setting[2]:g}", f"{score:.4f}", cells, overall, ratios, cost
+        print(f"| {' | '.join(words)} |")
 
 
 if __name__ == "__main__":

@@ -258,8 +258,7 @@ class Trainer:
         reads = isinstance(self.methods[row["weights"]], RingAverage)
         row["collect_seconds"] = self._stopwatch.seconds.get(row["weights"], 0.0)
         row["collect_seconds"] += self.collect_seconds if reads else 0.0
-        row["weights"], _, parameters = row["weights"].partition(":")
-        row["coefficients"] = parameters or None
+        row["weights"], _, row["coefficients"] = row["weights"].partition(":")
 
     def _step_methods(self) -> None:
         """Update every method after an optimizer step; the time is charged to the method."""

@@ -54,7 +54,7 @@ def test_validation_images_choose_and_test_images_are_measured(whole: Path) -> N
     losses = {(row["weights"], row["k"], row["coefficients"]): row for row in rows}
     uniform, recency = (losses["averaged", 4, rule] for rule in ("uniform", "recency:1"))
     better = min(uniform, recency, key=lambda row: row["valid_loss"])
-    phase = losses["phase", None, None]
+    phase = losses["phase", None, ""]
     assert (phase["valid_loss"], phase["test_loss"]) == (better["valid_loss"], better["test_loss"])
     assert uniform["valid_loss"] != uniform["test_loss"]
 
