@@ -227,7 +227,7 @@ def test_the_same_as_converting_its_checkpoints(
         for step in range(STEPS - K + 1, STEPS + 1)
     ]
     for name in found[0]["trained"][0].keys() - {"empty"}:
-        mean = torch.from_numpy(brute_force([state[name] for state in states])).float()
+        mean = torch.from_numpy(brute_force([state[name].detach() for state in states])).float()
         assert same_bits(found[0]["average"][name], mean), name
 
 
