@@ -214,7 +214,11 @@ def test_the_same_as_averaging_its_checkpoints(case: str, ranks: int, tmp_path: 
     assert same_bits(one["middle.bias"], found[0]["trained"][SAVED - 1]["middle.bias"])
 
 
-@pytest.mark.parametrize(("case", "ranks"), [c for c in CASES if ENGINES[c[0]].stage > 0])
+# DeepSpeed's converter does not read the checkpoints of its bfloat16 optimizer.
+CONVERTED = [c for c in CASES if ENGINES[c[0]].stage > 0 and c[0] != "zero1-bf16"]
+
+
+@pytest.mark.parametrize(("case", "ranks"), CONVERTED)
 def test_the_same_as_converting_its_checkpoints(
     case: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
