@@ -1,7 +1,7 @@
 """Models that are trained through master weights kept elsewhere, as DeepSpeed's engine does.
 
-For such a model the averager collects, and swaps, the masters in place of the parameters. Whoever
-knows the framework is imported when the first model of that kind is seen.
+For such a model the averager collects, and swaps, the masters in place of the parameters. The
+module that knows the framework is imported when the first model of that kind is seen.
 """
 
 import importlib
@@ -16,8 +16,8 @@ from torch_lawa.shards import is_sharded
 __all__ = ["Masters", "check_own_weights", "is_sharded_model", "masters_of", "weights_of"]
 
 # By the class of the model: the module with a function `masters_of(model)`.
-_KEEPERS = {"DeepSpeedEngine": "torch_lawa.integrations.deepspeed"}
-_keepers: dict[type[nn.Module], str | None] = {}
+_ADAPTERS = {"DeepSpeedEngine": "torch_lawa.integrations.deepspeed"}
+_adapters: dict[type[nn.Module], str | None] = {}
 
 
 class Masters(Protocol):
@@ -48,13 +48,13 @@ def masters_of(model: object) -> Masters | None:
     if not isinstance(model, nn.Module):
         return None
     cls = type(model)
-    if cls not in _keepers:
+    if cls not in _adapters:
         names = (base.__name__ for base in cls.__mro__ if base.__module__.startswith("deepspeed."))
-        _keepers[cls] = next((_KEEPERS[name] for name in names if name in _KEEPERS), None)
-    keeper = _keepers[cls]
-    if keeper is None:
+        _adapters[cls] = next((_ADAPTERS[name] for name in names if name in _ADAPTERS), None)
+    adapter = _adapters[cls]
+    if adapter is None:
         return None
-    found: Masters | None = importlib.import_module(keeper).masters_of(model)
+    found: Masters | None = importlib.import_module(adapter).masters_of(model)
     return found
 
 

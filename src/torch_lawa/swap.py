@@ -57,16 +57,11 @@ def _refuse_overlap(
 
 
 def _addresses(model: nn.Module | Mapping[str, Tensor]) -> frozenset[int]:
-    """The addresses of the trained weights; for a sharded model those of the local shards.
-
-    And those of the model's own parameters, where the trained weights are masters.
-    """
+    """The addresses of the trained weights; for a sharded model those of the local shards."""
     tensors: list[Tensor] = []  # anything that is neither is refused elsewhere
     if isinstance(model, nn.Module):
         reshard(model)
         tensors = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if (masters := masters_of(model)) is not None:
-            tensors += [masters.of(parameter) for parameter in tensors]
     elif isinstance(model, Mapping):
         tensors = [tensor for tensor in model.values() if isinstance(tensor, Tensor)]
     # Empty tensors have no address, or share one with another tensor.

@@ -200,6 +200,7 @@ def refusals(rank: int) -> None:
     unknown = type("MiCS_Optimizer", (DeepSpeedZeroOptimizer,), {})
     refused("optimizer MiCS_Optimizer", DeepSpeedEngine(plain(), unknown((), ())))
     offloaded = changed()
+    LatestWeightAverager(k=1).collect(offloaded)
     offloaded.optimizer.offloaded_states = {"hp_params"}
     refused("reload_states", offloaded)
     partitioned = plain()

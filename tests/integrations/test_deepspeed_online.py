@@ -214,7 +214,11 @@ def test_the_same_as_averaging_its_checkpoints(case: str, ranks: int, tmp_path: 
     assert same_bits(one["middle.bias"], found[0]["trained"][SAVED - 1]["middle.bias"])
 
 
-@pytest.mark.parametrize(("case", "ranks"), [c for c in CASES if ENGINES[c[0]].stage > 0])
+# DeepSpeed's converter does not read the checkpoints of its bfloat16 optimizer.
+CONVERTED = [c for c in CASES if ENGINES[c[0]].stage > 0 and c[0] != "zero1-bf16"]
+
+
+@pytest.mark.parametrize(("case", "ranks"), CONVERTED)
 def test_the_same_as_converting_its_checkpoints(
     case: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,7 +231,7 @@ def test_the_same_as_converting_its_checkpoints(
         for step in range(STEPS - K + 1, STEPS + 1)
     ]
     for name in found[0]["trained"][0].keys() - {"empty"}:
-        mean = torch.from_numpy(brute_force([state[name] for state in states])).float()
+        mean = torch.from_numpy(brute_force([state[name].detach() for state in states])).float()
         assert same_bits(found[0]["average"][name], mean), name
 
 

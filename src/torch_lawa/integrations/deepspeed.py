@@ -116,7 +116,7 @@ def masters_of(engine: nn.Module) -> Masters | None:
         _refuse(engine, optimizer)
         return None
     known: _EngineMasters | None = vars(engine).get(_MASTERS)
-    if known is None or not known.valid(optimizer):
+    if known is None or not known.valid(optimizer) or _offloaded(optimizer):
         _refuse(engine, optimizer)
         assert kind is not None  # else refused
         known = vars(engine)[_MASTERS] = kind(engine)
@@ -138,7 +138,7 @@ def _refuse(engine: Any, optimizer: Any) -> None:
         if offload is not None
     ):
         problem = "offload to NVMe"
-    elif getattr(optimizer, "offloaded_states", None):
+    elif _offloaded(optimizer):
         raise ConfigError(
             "the states of this DeepSpeed engine are offloaded: call engine.reload_states() first."
         )
@@ -153,6 +153,11 @@ def _refuse(engine: Any, optimizer: Any) -> None:
             f"this DeepSpeed engine has {problem}, which online averaging does not support: "
             "average the checkpoints of the run instead (`lawa average`)."
         )
+
+
+def _offloaded(optimizer: Any) -> bool:
+    """Whether `engine.offload_states` has moved something away."""
+    return bool(getattr(optimizer, "offloaded_states", None))
 
 
 class _EngineMasters(ABC):
