@@ -146,7 +146,8 @@ def _logged(log: Log, found: Iterable[tuple[Trial, list[Row]]]) -> dict[Trial, l
     for trial, rows in found:
         kept[trial] = rows
         for row in rows:
-            facts = {k: v for k, v in row.items() if v is not None and k != "recipe"}
+            left_out = ("recipe", "kind")
+            facts = {k: v for k, v in row.items() if v is not None and k not in left_out}
             log.add(kind="row", **{**facts, **dataclasses.asdict(trial)})
         print(".", end="", file=sys.stderr, flush=True)
     return kept
