@@ -124,6 +124,9 @@ def trials(test: bool, chosen: dict[tuple[str, str], tuple[str, float]]) -> Iter
                 if test:
                     setting, rate = chosen[method, schedule]
                     yield Trial(method, setting, schedule, rate, seed, test)
+                    for other in rates:  # is a gain that of a method, or that of its rate?
+                        if method == "plain" and other != rate:
+                            yield Trial(f"plain at {other:g}", "", schedule, other, seed, test)
                     continue
                 for setting in settings:
                     for rate in rates:
