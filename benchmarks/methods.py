@@ -16,11 +16,12 @@ published settings of every method, which are not tuned, with three seeds. The r
 
 import argparse
 import dataclasses
+import json
 import re
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -123,22 +124,46 @@ def trials(test: bool, chosen: dict[tuple[str, str], tuple[str, float]]) -> Iter
                 if test:
                     setting, rate = chosen[method, schedule]
                     yield Trial(method, setting, schedule, rate, seed, test)
+                    for other in rates:  # is a gain that of a method, or that of its rate?
+                        if method == "plain" and other != rate:
+                            yield Trial(f"plain at {other:g}", "", schedule, other, seed, test)
                     continue
                 for setting in settings:
                     for rate in rates:
                         yield Trial(method, setting, schedule, rate, seed, test)
 
 
-def measure(log: Log, work: list[Trial], processes: int) -> dict[Trial, list[Row]]:
-    """Train all of them; every row is logged."""
-    found = {}
+def measure(
+    log: Log, work: list[Trial], processes: int, known: dict[Trial, list[Row]]
+) -> dict[Trial, list[Row]]:
+    """Train all of them that are not known yet; every row is logged."""
+    found = {trial: known[trial] for trial in work if trial in known}
+    left = [trial for trial in work if trial not in known]
     with ProcessPoolExecutor(processes) as pool:
-        for trial, rows in zip(work, pool.map(rows_of, work), strict=True):
-            found[trial] = rows
-            for row in rows:
-                kept = {k: v for k, v in row.items() if v is not None and k != "recipe"}
-                log.add(kind="row", method=trial.method, test=trial.test, **kept)
-            print(".", end="", file=sys.stderr, flush=True)
+        found |= _logged(log, zip(left, pool.map(rows_of, left), strict=True))
+    return {trial: found[trial] for trial in work}
+
+
+def _logged(log: Log, found: Iterable[tuple[Trial, list[Row]]]) -> dict[Trial, list[Row]]:
+    kept = {}
+    for trial, rows in found:
+        kept[trial] = rows
+        for row in rows:
+            left_out = ("recipe", "kind")
+            facts = {k: v for k, v in row.items() if v is not None and k not in left_out}
+            log.add(kind="row", **{**facts, **dataclasses.asdict(trial)})
+        print(".", end="", file=sys.stderr, flush=True)
+    return kept
+
+
+def read_known(path: Path) -> dict[Trial, list[Row]]:
+    """The runs of an earlier call that was stopped."""
+    found: dict[Trial, list[Row]] = {}
+    names = [field.name for field in dataclasses.fields(Trial)]
+    for line in path.read_text().splitlines() if path.exists() else ():
+        row = json.loads(line)
+        if row["kind"] == "row":
+            found.setdefault(Trial(**{name: row[name] for name in names}), []).append(row)
     return found
 
 
@@ -187,12 +212,14 @@ def _loss(rows: list[Row], kind: str, metric: str = "test_loss") -> float:
 
 
 def digits(arguments: argparse.Namespace) -> None:
+    known = read_known(arguments.out / "raw.jsonl") if arguments.resume else {}
     log = Log(arguments.out)
-    found = measure(log, list(trials(False, {})), arguments.processes)
+    _logged(log, known.items())
+    found = measure(log, list(trials(False, {})), arguments.processes, known)
     print("Validation images, mean loss; * is chosen")
     chosen = choose(found)
     print("Test images")
-    report(measure(log, list(trials(True, chosen)), arguments.processes))
+    report(measure(log, list(trials(True, chosen)), arguments.processes, known))
 
 
 def main() -> None:
@@ -201,6 +228,7 @@ def main() -> None:
     small = studies.add_parser("digits")
     small.add_argument("--out", type=Path, default=Path("runs/methods-digits"))
     small.add_argument("--processes", type=int, default=2)
+    small.add_argument("--resume", action="store_true", help="keep the runs in OUT/raw.jsonl")
     for name in PUBLISHED:
         add_options(studies.add_parser(name), out="runs/methods")
     arguments = parser.parse_args()

@@ -35,14 +35,15 @@ def train_all(rank: int, path: str) -> dict[str, list[list[torch.Tensor]]]:
     for name, text in TYPED.items():
         settings = {"wrap": (text,), "poisoned": POISONED if name == "rescue" else ()}
         settings["worker"] = worker
-        copies, shards = (toy_run(parallel=each, **settings)[1] for each in ("ddp", "fsdp"))
+        copies = toy_run(parallel="ddp", **settings)[1]
         folder = RunFolder(Path(path, name))
-        first, second = (toy_trainer(parallel="fsdp", **settings) for _ in range(2))
-        train_until(first, 10)  # a jump of step 8 is on trial
-        first.save(folder)
-        assert second.load(folder)
-        train_until(second)
-        found[name] = [copies, shards, whole_weights(second)]
+        whole, resumed = (toy_trainer(parallel="fsdp", **settings) for _ in range(2))
+        train_until(whole, 10)  # a jump of step 8 is on trial
+        whole.save(folder)
+        assert resumed.load(folder)
+        for trainer in (whole, resumed):
+            train_until(trainer)
+        found[name] = [copies, whole_weights(whole), whole_weights(resumed)]
     return found
 
 
