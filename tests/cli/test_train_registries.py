@@ -138,7 +138,7 @@ def test_methods_are_evaluated_beside_the_window(
     rows = rows_of(Path("run"))
     last = {(row["weights"], row["coefficients"]): row for row in rows if row["epoch"] == 6}
     assert set(last) == {
-        ("raw", None), ("averaged", "uniform"), ("newest", None), ("ema", "0.5"), ("ema", "0.9"),
+        ("raw", None), ("averaged", "uniform"), ("newest", ""), ("ema", "0.5"), ("ema", "0.9"),
     }  # fmt: skip
     assert last["newest", ""]["test_loss"] == last["raw", None]["test_loss"]
     losses = [last[key]["test_loss"] for key in (("ema", "0.5"), ("ema", "0.9"), ("raw", None))]
