@@ -79,7 +79,7 @@ STUDIES = {
             "methods": ("dense:0.25:8", "horizon:0.25:16", "ema:0.999", "ema:0.9999",
                         "growing-ema:0.1", "swa:4000"),
         },
-        smoke={"evaluate_every": 1, "batch_norm_batches": 2, "warmup_steps": 0},
+        smoke={"evaluate_every": 1, "batch_norm_batches": 2, "warmup_steps": 0, "samples": 2},
     ),
     "tiny-imagenet": Study(
         recipe="imagenet-resnet50",
