@@ -91,13 +91,18 @@ class DeepSpeedEngine(nn.Module):
 
 
 DeepSpeedEngine.__module__ = "deepspeed.runtime.engine"
-for name in ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.utils"):
-    sys.modules.setdefault(name, ModuleType(name))
-sys.modules["deepspeed.runtime.utils"].all_gather_dp_groups = share  # type: ignore[attr-defined]
+
+
+def install() -> None:
+    """Let `import deepspeed` find this, in a process of its own: others look for the real one."""
+    for name in ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.utils"):
+        sys.modules.setdefault(name, ModuleType(name))
+    sys.modules["deepspeed.runtime.utils"].all_gather_dp_groups = share  # type: ignore[attr-defined]
 
 
 def engine_for(module: nn.Module, seed: int) -> DeepSpeedEngine:
     """Two groups of parameters, cut at random; some rank may hold nothing of a group."""
+    install()
     trained = [p for p in module.parameters() if p.requires_grad]
     groups = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim < 2]
     generator = torch.Generator().manual_seed(seed)

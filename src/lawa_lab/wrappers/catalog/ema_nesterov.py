@@ -31,10 +31,10 @@ class EmaNesterov(Wrapper):
 
     def build(self, run: WrappedRun) -> BuiltWrapper:
         """One buffer, m."""
-        return _Built(self, run)
+        return _NesterovSteps(self, run)
 
 
-class _Built(BuiltWrapper):
+class _NesterovSteps(BuiltWrapper):
     vectors = ("average_step",)
     numbers = ("num_steps",)
 

@@ -37,10 +37,10 @@ class Jump(Wrapper):
 
     def build(self, run: WrappedRun) -> BuiltWrapper:
         """One copy: the weights before the jump."""
-        return _Built(self, run)
+        return _JumpSteps(self, run)
 
 
-class _Built(BuiltWrapper):
+class _JumpSteps(BuiltWrapper):
     vectors = ("before",)
     numbers = ("num_steps", "jumps", "returns", "trial", "loss_before", "loss_since")
 

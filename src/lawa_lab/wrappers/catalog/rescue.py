@@ -32,10 +32,10 @@ class Rescue(Wrapper):
 
     def build(self, run: WrappedRun) -> BuiltWrapper:
         """It has the snapshots of the run's averager."""
-        return _Built(self, run)
+        return _RescueSteps(self, run)
 
 
-class _Built(BuiltWrapper):
+class _RescueSteps(BuiltWrapper):
     def __init__(self, settings: Rescue, run: WrappedRun) -> None:
         from torch_lawa.spike_rescue import SpikeRescue
 

@@ -32,10 +32,10 @@ class Sam(Wrapper):
 
     def build(self, run: WrappedRun) -> BuiltWrapper:
         """Nothing is kept between steps."""
-        return _Built(self, run)
+        return _SamSteps(self, run)
 
 
-class _Built(BuiltWrapper):
+class _SamSteps(BuiltWrapper):
     def __init__(self, settings: Sam, run: WrappedRun) -> None:
         self._settings, self._run = settings, run
 
