@@ -63,12 +63,20 @@ def averages(rank: int, seed: int, folder: str) -> dict[str, Any]:
     assert isinstance(average["wide.weight"], FlatShard)
     assert average["wide.weight"].shape == (8, 6)
     found = {"average": whole(average), "inside": inside, "output": output}
+    found["sample"] = whole(averager.sample(seed=7))
     return {**found, "snapshots": snapshots}
 
 
 def expected(snapshots: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     window = snapshots[-K:]
     return {n: torch.from_numpy(brute_force([s[n] for s in window])) for n in window[0]}
+
+
+def sampled(snapshots: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    averager = LatestWeightAverager(k=K)
+    for snapshot in snapshots:
+        averager.collect(snapshot)
+    return averager.sample(seed=7)
 
 
 def loaded(rank: int, kind: str, folder: str) -> dict[str, Tensor]:
@@ -88,9 +96,10 @@ def loaded(rank: int, kind: str, folder: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("ranks", "seed"), [(2, 1), (3, 2), (3, 3)])
 def test_runs_that_are_cut_anywhere(ranks: int, seed: int, tmp_path: Path) -> None:
     for found in on_ranks(ranks, averages, seed, str(tmp_path)):
-        mean = expected(found["snapshots"])
+        mean, sample = expected(found["snapshots"]), sampled(found["snapshots"])
         model = plain().eval()
         for name, value in mean.items():
+            assert same_bits(found["sample"][name], sample[name]), name
             assert same_bits(found["average"][name], value), name
             assert same_bits(found["inside"][name], value.float()), name
         for name, parameter in model.named_parameters():
