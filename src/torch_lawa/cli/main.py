@@ -83,8 +83,11 @@ def main(args: list[str] | None = None, *, verbs: Verbs | None = None) -> None:
 
 
 def _run(args: list[str] | None, verbs: Verbs | None = None) -> int:
-    with noted_interrupts() as interrupts:
-        return _run_verb(args, verbs or {}, interrupts)
+    try:
+        with noted_interrupts() as interrupts:
+            return _run_verb(args, verbs or {}, interrupts)
+    except KeyboardInterrupt:  # before the verb began, or after its end
+        return _stopped()
 
 
 def _run_verb(args: list[str] | None, verbs: Verbs, interrupts: Sequence[int]) -> int:

@@ -5,6 +5,7 @@ states, the optimizer), so Megatron loads the result like any other checkpoint. 
 `.distcp` file is a zip of its own; the checksums in it are replaced as well.
 """
 
+import errno
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch_lawa.checkpoints.formats.megatron import MASTERS, MegatronCheckpoint
 from torch_lawa.checkpoints.formats.registry import StagedValues
 from torch_lawa.checkpoints.formats.safetensors import read_header
+from torch_lawa.checkpoints.formats.safetensors_folder import write_at
 from torch_lawa.checkpoints.formats.safetensors_torch import dtype_of, load_tensors
 from torch_lawa.checkpoints.formats.torch_pickle.archive import StorageEntry, find_storage
 from torch_lawa.checkpoints.formats.torch_pickle.strided import boxes, is_row_major
@@ -131,7 +133,7 @@ def _write(
         at = entry.start + stored.offset * item
         for piece in _pieces(values):
             data = _bytes(piece.to(dtype))
-            _write_all(file, data, at)
+            write_at(file, data.data, at)
             at += len(data)
         return
     # Megatron saves contiguous tensors, so what is not need not be fast.
@@ -141,7 +143,7 @@ def _write(
         stored.spec.shape, f"u{item}", storage, offset=stored.offset * item, strides=steps
     )
     target[...] = _bytes(values.to(dtype)).view(f"u{item}").reshape(stored.spec.shape)
-    _write_all(file, np.frombuffer(storage, np.uint8), entry.start)
+    write_at(file, memoryview(storage), entry.start)
 
 
 def _pieces(values: Tensor) -> Iterator[Tensor]:
@@ -158,15 +160,14 @@ def _bytes(values: Tensor) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
     return found
 
 
-def _write_all(file: int, data: "np.ndarray[tuple[int], np.dtype[np.uint8]]", at: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(file, data[done:].data, at + done)
-
-
 def _read(file: int, entry: StorageEntry) -> Iterator[bytes]:
-    for begin in range(0, entry.size, _PIECE):
-        yield os.pread(file, min(_PIECE, entry.size - begin), entry.start + begin)
+    done = 0
+    while done < entry.size:
+        found = os.pread(file, min(_PIECE, entry.size - done), entry.start + done)
+        if not found:
+            raise OSError(errno.EIO, "the copy ended early")
+        done += len(found)
+        yield found
 
 
 def _write_checksum(file: int, entry: StorageEntry) -> None:
@@ -174,4 +175,4 @@ def _write_checksum(file: int, entry: StorageEntry) -> None:
     for piece in _read(file, entry):
         checksum = zlib.crc32(piece, checksum)
     for at in entry.checksums:
-        os.pwrite(file, checksum.to_bytes(4, "little"), at)
+        write_at(file, checksum.to_bytes(4, "little"), at)
