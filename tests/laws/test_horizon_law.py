@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.models import round_fraction, true_mean
@@ -160,6 +160,7 @@ def test_offline_takes_the_same_checkpoints(
     for step in range(1, last + 1):
         if averager.step(weights(step)):
             save_file(weights(step), folder / f"step_{step}.safetensors")
+    assume(len(averager))  # the first one may be due after the last step
     made = folder / "mean.safetensors"
     plan = plan_average(folder, made, horizon=share)
     assert [i.step for i in plan.inputs] == averager.snapshot_steps[-averager.num_averaged :]
