@@ -19,7 +19,7 @@ from support.cuda import DEVICE, Poison, Weights, agree, make, settled, sleep
 from torch import Tensor, nn
 
 from torch_lawa import LatestWeightAverager
-from torch_lawa.stores import memory
+from torch_lawa.stores import feed, memory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,6 +34,7 @@ STORES = ["host", "device", "disk"]
 def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[Poison]:
     sleep(0)
     found, copy = Poison(), memory.Stage.copy
+    monkeypatch.setattr(feed, "_PIECE", MIB // 4)  # most snapshots are fed from a thread
 
     def poisoned(stage: memory.Stage, buffers: list[Any], tensors: Any) -> None:
         found.copy(stage, lambda: copy(stage, buffers, tensors), buffers)
@@ -198,6 +199,53 @@ def test_collecting_holds_nobody_and_wait_waits(kind: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
+def test_a_number_is_read_while_a_snapshot_is_copied(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The control is one piece: then the number waits for all of it."""
+    loss, weight = torch.ones((), device=DEVICE), torch.zeros(1 << 28, device=DEVICE)  # 1 GiB
+    waits = {}
+    for piece in (feed._PIECE, 1 << 30):
+        monkeypatch.setattr(feed, "_PIECE", piece)
+        averager, spent = make(kind, tmp_path / str(piece), k=1), []
+        for i in range(5):
+            weight.fill_(i)
+            averager.collect({"w": weight})
+            torch.cuda.current_stream().synchronize()
+            start = time.perf_counter()
+            loss.item()
+            spent.append(time.perf_counter() - start)
+            averager.wait()
+        assert averager.average()["w"].unique().tolist() == [4.0]
+        waits[piece] = sorted(spent)[2]
+    few, all_ = waits.values()
+    print(f"{kind}: .item() takes {1e3 * few:.2f} ms with pieces, {1e3 * all_:.2f} ms without")
+    assert few < 0.3 * all_
+    assert all_ > 0.01
+
+
+def test_a_graph_is_captured_while_a_snapshot_is_copied(tmp_path: Path) -> None:
+    """A thread that waits for CUDA events would invalidate the capture of another thread."""
+    weight, averager = torch.zeros(1 << 28, device=DEVICE), make("host", tmp_path, k=1)
+    x, y = torch.ones(1000, device=DEVICE), torch.zeros(1000, device=DEVICE)
+    averager.collect({"w": weight})
+    for i in range(1, 6):
+        averager.wait()
+        weight.fill_(i)
+        torch.cuda.synchronize()
+        averager.collect({"w": weight})
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(200):
+                y.add_(x)
+                time.sleep(5e-5)  # about as long as the copy
+        y.zero_()
+        graph.replay()
+        assert y.unique().tolist() == [200.0]
+        assert averager.average()["w"].unique().tolist() == [float(i)]
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
 @pytest.mark.parametrize("door", ["average", "swap", "state", "load"])
 def test_reading_while_a_copy_is_under_way(
     kind: str, door: str, poison: Poison, tmp_path: Path
@@ -357,7 +405,7 @@ def without_waiting_for_the_staging_memory(monkeypatch: pytest.MonkeyPatch) -> N
     copy = memory.Stage.copy
 
     def eager(stage: memory.Stage, buffers: list[Any], tensors: Any) -> None:
-        stage._arrived.clear()
+        stage._feeds.clear()
         copy(stage, buffers, tensors)
 
     monkeypatch.setattr(memory.Stage, "copy", eager)

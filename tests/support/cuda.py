@@ -145,28 +145,27 @@ class Poison:
 
     def __init__(self) -> None:
         self.late: Callable[[], float] = lambda: 0.0  # milliseconds
-        self._full: dict[tuple[torch.dtype, int], Tensor] = {}
+        self._full: dict[tuple[torch.dtype, torch.Size], Tensor] = {}
 
-    def _bad(self, flat: Tensor) -> Tensor:
-        key = flat.dtype, flat.numel()
+    def _bad(self, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+        key = dtype, shape
         if key not in self._full:
-            value = float("nan") if flat.is_floating_point() else -1
-            self._full[key] = torch.full(flat.shape, value, dtype=flat.dtype, device=DEVICE)
+            value = float("nan") if dtype.is_floating_point else -1
+            self._full[key] = torch.full(shape, value, dtype=dtype, device=DEVICE)
             torch.cuda.synchronize()
         return self._full[key]
 
     def copy(self, stage: memory.Stage, original: Callable[[], None], buffers: list[Any]) -> None:
         stream = stage._stream(torch.device(DEVICE))
         flats = [buffer.flat for buffer in buffers]
-        bad = [self._bad(flat) for flat in flats]
+        bad = [self._bad(flat.dtype, flat.shape) for flat in flats]
         with torch.cuda.stream(stream):
             for flat, value in zip(flats, bad, strict=True):
                 flat.copy_(value, non_blocking=True)  # host memory before the snapshot is there
             sleep(self.late())
         original()
-        with torch.cuda.stream(stream):
-            for staging in stage._staging.values():
-                for view in staging._views:
-                    view.fill_(float("nan") if view.is_floating_point() else -1)
-        if flats:
-            stage._arrived[torch.device(DEVICE)] = stream.record_event()
+        views = [view for staging in stage._staging.values() for view in staging._views]
+        after = [(view, self._bad(view.dtype, torch.Size())) for view in views]
+        for feed in stage._feeds.values():  # after the last piece, whoever enqueues that one
+            with feed._lock:
+                feed._left.extend(after)

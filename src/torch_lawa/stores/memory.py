@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_lawa.stores.base import Buffer, Content, FlatLayout, Held, Notes, Snapshot, Store
+from torch_lawa.stores.feed import Feed
 
 __all__ = ["DeviceStore", "HostStore", "Stage", "idle_memory"]
 
@@ -267,15 +268,15 @@ class Stage:
     """Copies live tensors to flat buffers in host memory without blocking the caller.
 
     On a GPU, the caller's stream makes one device-to-device copy into a staging buffer and goes
-    on; a stream of the stage copies the staging buffer to pinned memory. The next snapshot waits,
-    on the GPU, until that is done.
+    on; a stream of the stage copies the staging buffer to pinned memory, piece by piece (`Feed`).
+    The next snapshot waits, on the GPU, until that is done.
     """
 
     def __init__(self, layout: FlatLayout) -> None:
         self._groups = layout.groups
         self._staging: dict[int, Buffer] = {}  # by index of the group
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._arrived: dict[torch.device, torch.cuda.Event] = {}
+        self._feeds: dict[torch.device, Feed] = {}  # of the last snapshot
 
     def allocate(self) -> list[Buffer]:
         """Host buffers, pinned if a GPU will write to them."""
@@ -304,19 +305,18 @@ class Stage:
             if device.type != "cuda":
                 buffer.fill(tensors)
                 continue
-            if device not in staged and device in self._arrived:
+            if device not in staged and device in self._feeds:
                 # The staging memory is free once the last snapshot has left it.
-                torch.cuda.current_stream(device).wait_event(self._arrived[device])
+                torch.cuda.current_stream(device).wait_event(self._feeds[device].hurry())
             self._staging[i].fill(tensors)
             staged.setdefault(device, []).append((buffer.flat, self._staging[i].flat))
         for device, copies in staged.items():
             stream = self._stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                for target, source in copies:
-                    source.record_stream(stream)
-                    target.copy_(source, non_blocking=True)
-            self._arrived[device] = stream.record_event()
+            for _, source in copies:
+                source.record_stream(stream)
+            self._feeds[device] = Feed(stream, copies)  # known before it starts: see `hurry`
+            self._feeds[device].start()
 
     @contextlib.contextmanager
     def idle(self) -> Iterator[dict[str, Tensor]]:
@@ -341,14 +341,14 @@ class Stage:
                 stream = self._stream(device)
                 stream.wait_stream(torch.cuda.current_stream(device))
                 buffer.flat.record_stream(stream)
-                self._arrived[device] = stream.record_event()
+                self._feeds[device] = Feed(stream)
             if not self._staging:
                 self._staging = staging
 
     def wait(self) -> None:
         """Return when the last copy has arrived in host memory."""
-        for event in self._arrived.values():
-            event.synchronize()
+        for feed in self._feeds.values():
+            feed.wait()
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:

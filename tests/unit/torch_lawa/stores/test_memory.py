@@ -134,7 +134,7 @@ def test_idle_staging_memory_goes_to_one_swap_at_a_time(monkeypatch: pytest.Monk
         raise ZeroDivisionError
     assert stage._staging == {0: first[0]}
     assert told[-1] == "ours waits for caller"
-    assert stage._arrived == {wide.device: f"ours, {len(told)}"}  # the next snapshot waits for it
+    assert stage._feeds[wide.device].hurry() == f"ours, {len(told)}"  # the next snapshot waits
 
     other = {0: Buffer(wide)}
     with stage.idle():
