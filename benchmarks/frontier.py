@@ -65,14 +65,14 @@ STUDIES = {
     "cifar100": Study(
         recipe="cifar100-resnet34",
         budgets=(30, 60, 100, 200),
-        evaluate_at=(30, 60, 85, 95, 100, 200),
+        evaluate_at=(30, 60, 85, 90, 95, 100, 200),
         free={"optimizer": "schedule-free-sgd", "warmup_steps": 1000},
         landings=((0.2, "linear"),),
         landed=(60, 100),
         shared={
             "horizon": 0.25, "ks": (16, 8, 4), "coefficients": ("uniform",),
             "batch_norm": ("re-estimated",), "batch_norm_batches": 20, "variants_every": 1,
-            "evaluate_every": 10,
+            "evaluate_every": 40,
         },
         anytime={
             "samples": 16,

@@ -191,12 +191,12 @@ class Bench:
         self.log.add(**row)
         return 1e3 * spent
 
-    def rounds(self, seconds: float) -> None:
+    def rounds(self, seconds: float, *, only_short: bool) -> None:
         """Rounds of short blocks with one of long ones after every few, while there is time."""
         begin = time.perf_counter()
         warm = self.block(-1, SHORT, ("none", 0))
-        short = 6 * SHORT * ROUNDS
-        about = max(seconds, 1e-3 * warm * CYCLES * (short + 3 * LONG))
+        steps = 6 * SHORT * ROUNDS + (0 if only_short else 3 * LONG)
+        about = max(seconds, 1e-3 * warm * CYCLES * steps)
         print(
             f"  {self.name}: {warm:.1f} ms a step; the blocks take about {about:.0f} s", flush=True
         )
@@ -205,7 +205,8 @@ class Bench:
             start = time.perf_counter()
             for turn in range(ROUNDS * cycle, ROUNDS * (cycle + 1)):
                 self.round(turn, SHORT, [(s, nu) for nu in (1, 10) for s in STORES])
-            self.round(cycle, LONG, [(s, LONG) for s in STORES])
+            if not only_short:
+                self.round(cycle, LONG, [(s, LONG) for s in STORES])
             longest, cycle = max(longest, time.perf_counter() - start), cycle + 1
 
     def round(self, turn: int, num_steps: int, variants: list[Variant]) -> None:
@@ -244,7 +245,7 @@ def measure(log: Log, name: str, options: argparse.Namespace) -> None:
     bench.windows()
     bench.host_copy()
     start = allocated(), anonymous()
-    bench.rounds(options.seconds)
+    bench.rounds(options.seconds, only_short=options.short)
     grown = allocated() - start[0], anonymous() - start[1]
     bench.add("growth", gpu_bytes=grown[0], host_bytes=grown[1])
     for store in STORES:
@@ -257,6 +258,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/bench-gpu-cadence"))
     parser.add_argument("--model", action="append", choices=list(MODELS), help="repeat for more")
     parser.add_argument("--seconds", type=float, default=120.0, help="for the blocks of a model")
+    parser.add_argument("--short", action="store_true", help="no blocks of 100 steps")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model first")
     parser.add_argument("--smoke", action="store_true", help="tiny models: tries the script itself")
     parser.add_argument("--show", type=Path, help="only print the tables of this folder")
