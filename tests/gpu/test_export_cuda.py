@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 from support.cuda import one_rank
 from support.models import same_bits
-from torch import nn
+from torch import Tensor, nn
 
 from torch_lawa import LatestWeightAverager
-from torch_lawa.export import exporter
+from torch_lawa.shards import MeshSharding
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,14 +61,14 @@ def test_parts_move_to_the_mesh_to_be_gathered(
     from torch.distributed.fsdp import fully_shard
 
     devices = []
-    gather = exporter.gather_tensor
+    gather = MeshSharding.gather
 
-    def watched(part, sharding):  # type: ignore[no-untyped-def]
+    def watched(sharding: MeshSharding, part: Tensor) -> Tensor:
         devices.append(part.device.type)
-        return gather(part, sharding)
+        return gather(sharding, part)
 
-    monkeypatch.setattr(exporter, "gather_tensor", watched)
-    monkeypatch.setattr(exporter, "_is_split", lambda sharding: True)
+    monkeypatch.setattr(MeshSharding, "gather", watched)
+    monkeypatch.setattr(MeshSharding, "is_split", True)
     collected(net(), store).save_pretrained(tmp_path / "plain")
     with one_rank(tmp_path, "nccl" if DEVICE == "cuda" else "gloo"):
         averager = collected(fully_shard(net().to(DEVICE)), store)

@@ -203,12 +203,12 @@ def test_a_number_is_read_while_a_snapshot_is_copied(
     kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The control is one piece: then the number waits for all of it."""
-    loss, weight = torch.ones((), device=DEVICE), torch.zeros(1 << 27, device=DEVICE)  # 512 MiB
+    loss, weight = torch.ones((), device=DEVICE), torch.zeros(1 << 28, device=DEVICE)  # 1 GiB
     waits = {}
-    for piece in (feed._PIECE, 1 << 30):
+    for piece in (feed._PIECE, 1 << 31):
         monkeypatch.setattr(feed, "_PIECE", piece)
         averager, spent = make(kind, tmp_path / str(piece), k=1), []
-        for i in range(4):
+        for i in range(3):
             weight.fill_(i)
             averager.collect({"w": weight})
             torch.cuda.current_stream().synchronize()
@@ -216,12 +216,12 @@ def test_a_number_is_read_while_a_snapshot_is_copied(
             loss.item()
             spent.append(time.perf_counter() - start)
             averager.wait()
-        assert averager.average()["w"].unique().tolist() == [3.0]
-        waits[piece] = sorted(spent)[2]
+        assert averager.average()["w"].unique().tolist() == [2.0]
+        waits[piece] = sorted(spent)[1]
     few, all_ = waits.values()
     print(f"{kind}: .item() takes {1e3 * few:.2f} ms with pieces, {1e3 * all_:.2f} ms without")
     assert few < 0.3 * all_
-    assert all_ > 0.005
+    assert all_ > 0.01
 
 
 def test_a_graph_is_captured_while_a_snapshot_is_copied(tmp_path: Path) -> None:

@@ -164,8 +164,14 @@ class Poison:
                 flat.copy_(value, non_blocking=True)  # host memory before the snapshot is there
             sleep(self.late())
         original()
-        views = [view for staging in stage._staging.values() for view in staging._views]
-        after = [(view, self._bad(view.dtype, torch.Size())) for view in views]
+        after = [
+            (
+                staging.flat[entry.offset : entry.offset + entry.numel],
+                self._bad(staging.flat.dtype, torch.Size([entry.numel])),
+            )
+            for i, staging in stage._staging.items()
+            for entry in stage._groups[i].entries  # the padding stays a number
+        ]
         for feed in stage._feeds.values():  # after the last piece, whoever enqueues that one
             with feed._lock:
                 feed._left.extend(after)

@@ -2,14 +2,14 @@
 
 A GPU performs its copies to the host one after the other, on any stream. While a snapshot of a
 billion parameters is copied, `loss.item()` would wait 80 ms for all of it; pieces that are enqueued
-together make it wait just as long. So a thread enqueues them two at a time.
+together make it wait just as long. So a thread enqueues them a few at a time.
 """
 
 import contextlib
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 __all__ = ["Feed"]
 
 _PIECE = 16 << 20  # bytes: 0.3 ms over PCIe 5
-_AHEAD = 2  # pieces on the GPU at a time: it never waits for the thread
+_AHEAD = 4  # pieces on the GPU at a time: it does not wait for a thread that wakes up late
 
 
 class Feed:
@@ -33,13 +33,13 @@ class Feed:
         self._stream = stream
         # The whole tensors, because host memory is unpinned when its tensor is dropped.
         self._copies = copies
-        self._left = deque(_pieces(copies))
+        self._left = deque(copies)  # of the first one, what is left of it
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Copy in the background; what is small is enqueued at once."""
-        if len(self._left) > _AHEAD:
+        if sum(source.nbytes for _, source in self._left) > _AHEAD * _PIECE:
             # No daemon: the interpreter waits for it before it frees the memory.
             self._thread = threading.Thread(target=self._run, name="lawa-feed")
             with contextlib.suppress(RuntimeError):  # no more threads, or the interpreter exits
@@ -51,7 +51,7 @@ class Feed:
         """Enqueue all that is left; the event is reached when everything has been copied."""
         with self._lock:
             while self._left:
-                self._enqueue()
+                self._enqueue(self._left[0][1].nbytes)
             event: torch.cuda.Event = self._stream.record_event()
             return event
 
@@ -70,27 +70,25 @@ class Feed:
                 with self._lock:
                     if not self._left:
                         return
-                    enqueued.append(self._enqueue())
+                    enqueued.append(self._enqueue(_PIECE))
                 if len(enqueued) == _AHEAD:
                     enqueued.popleft().synchronize()
 
-    def _enqueue(self) -> torch.cuda.Event:
+    def _enqueue(self, nbytes: int) -> torch.cuda.Event:
         """Enqueue the next piece; one that is interrupted is repeated, never left out."""
         target, source = self._left[0]
+        numel = max(1, nbytes // source.element_size())
         with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+            target[:numel].copy_(source[:numel], non_blocking=True)
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
-        self._left.popleft()
+        if numel < len(source):
+            self._left[0] = target[numel:], source[numel:]
+        else:
+            self._left.popleft()
         if not self._left:
             self._copies = ()
         return event
-
-
-def _pieces(copies: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    for target, source in copies:
-        numel = _PIECE // source.element_size()
-        yield from zip(torch.split(target, numel), torch.split(source, numel), strict=True)
 
 
 def _allow_captures() -> bool:

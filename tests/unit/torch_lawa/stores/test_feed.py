@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_lawa.stores import feed
 from torch_lawa.stores.feed import Feed
 
-PIECES = 10
+PIECES, AHEAD = 10, feed._AHEAD
 
 
 class Gpu:
@@ -79,17 +79,17 @@ def pair(pieces: int = PIECES) -> tuple[Tensor, Tensor]:
     return torch.full_like(values, -1.0), values
 
 
-def test_the_thread_keeps_two_pieces_on_the_gpu(gpu: Gpu) -> None:
+def test_the_thread_keeps_few_pieces_on_the_gpu(gpu: Gpu) -> None:
     copies = [pair(), pair()]
     made = Feed(gpu, copies)  # type: ignore[arg-type]
     made.start()
-    for done in range(2 * PIECES - 2):
-        gpu.until(lambda done=done: gpu.enqueued == done + 2)  # type: ignore[misc]
+    for done in range(2 * PIECES - AHEAD):
+        gpu.until(lambda done=done: gpu.enqueued == done + AHEAD)  # type: ignore[misc]
         gpu.finish(1)
     gpu.until(lambda: gpu.enqueued == 2 * PIECES)
     gpu.finish()
     made.wait()
-    assert gpu.most == 2
+    assert gpu.most == AHEAD
     assert all(torch.equal(target, source) for target, source in copies)
 
 
@@ -97,15 +97,16 @@ def test_hurry_enqueues_the_rest_and_waits_for_nothing(gpu: Gpu) -> None:
     target, source = pair()
     made = Feed(gpu, [(target, source)])  # type: ignore[arg-type]
     made.start()
-    gpu.until(lambda: gpu.enqueued == 2)
+    gpu.until(lambda: gpu.enqueued == AHEAD)
+    assert not torch.equal(target, source)
     event = made.hurry()
-    assert gpu.enqueued == PIECES
+    assert gpu.enqueued == AHEAD + 1  # in one piece: each takes time, and room in a queue
     assert gpu.done == 0
-    assert event.number == PIECES  # type: ignore[attr-defined]
+    assert event.number == AHEAD + 1  # type: ignore[attr-defined]
     assert torch.equal(target, source)
     gpu.finish()
     made.wait()
-    assert gpu.enqueued == PIECES
+    assert gpu.enqueued == AHEAD + 1
 
 
 def test_waiting_leaves_room_for_others(gpu: Gpu) -> None:
@@ -113,22 +114,23 @@ def test_waiting_leaves_room_for_others(gpu: Gpu) -> None:
     made.start()
     waiter = threading.Thread(target=made.wait)
     waiter.start()
-    gpu.until(lambda: gpu.enqueued == 2)
+    gpu.until(lambda: gpu.enqueued == AHEAD)
     time.sleep(0.05)
-    assert gpu.enqueued == 2
+    assert gpu.enqueued == AHEAD
     assert waiter.is_alive()
     while waiter.is_alive():
         gpu.finish(1)
-    assert gpu.most == 2
+    assert gpu.most == AHEAD
     assert gpu.enqueued == PIECES
 
 
-@pytest.mark.parametrize("pieces", [0, 1, 2])
-def test_little_is_enqueued_at_once(gpu: Gpu, pieces: int) -> None:
-    made = Feed(gpu, [pair(pieces)] if pieces else [])  # type: ignore[arg-type]
+@pytest.mark.parametrize("copies", [[], [pair(1)], [pair(2), pair(2)]])
+def test_little_is_enqueued_at_once(gpu: Gpu, copies: list[tuple[Tensor, Tensor]]) -> None:
+    made = Feed(gpu, copies)  # type: ignore[arg-type]
     made.start()
-    assert gpu.enqueued == pieces
+    assert gpu.enqueued == len(copies)
     assert made._thread is None
+    assert all(torch.equal(target, source) for target, source in copies)
 
 
 def test_without_a_thread_everything_is_enqueued_at_once(
@@ -140,7 +142,8 @@ def test_without_a_thread_everything_is_enqueued_at_once(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     made = Feed(gpu, [pair()])  # type: ignore[arg-type]
     made.start()
-    assert gpu.enqueued == PIECES
+    assert gpu.enqueued == 1
+    assert not made._left
 
 
 def test_where_captures_cannot_be_allowed_the_thread_waits_for_no_event(
@@ -151,7 +154,7 @@ def test_where_captures_cannot_be_allowed_the_thread_waits_for_no_event(
     made.start()
     assert made._thread is not None
     made._thread.join(timeout=10)
-    assert gpu.enqueued == PIECES
+    assert gpu.enqueued == 1
     assert gpu.done == 0
 
 
@@ -164,13 +167,12 @@ def test_a_thread_that_fails_leaves_its_pieces_to_the_caller(gpu: Gpu) -> None:
     made._thread.join(timeout=10)
     assert 0 < gpu.enqueued < PIECES
     made.hurry()
-    assert gpu.enqueued == PIECES
     assert torch.equal(target, source)
 
 
 def test_an_interrupted_piece_is_repeated(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, source = pair()
-    made = Feed(gpu, [(target, source)])  # type: ignore[arg-type]
+    copies = [pair() for _ in range(6)]
+    made = Feed(gpu, copies)  # type: ignore[arg-type]
     copy, calls = Tensor.copy_, []
 
     def interrupted(*arguments: Any, **options: Any) -> Tensor:
@@ -183,8 +185,8 @@ def test_an_interrupted_piece_is_repeated(gpu: Gpu, monkeypatch: pytest.MonkeyPa
     with pytest.raises(KeyboardInterrupt):
         made.hurry()
     made.hurry()
-    assert torch.equal(target, source)
-    assert len(calls) == PIECES + 1
+    assert all(torch.equal(target, source) for target, source in copies)
+    assert len(calls) == len(copies) + 1
 
 
 def test_the_memory_is_dropped_with_the_last_piece(gpu: Gpu) -> None:
