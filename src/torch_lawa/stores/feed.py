@@ -1,8 +1,9 @@
 """A copy from a GPU to host memory in pieces, so that other copies get their turn in between.
 
-A GPU performs its copies to the host one after the other, on any stream. While a snapshot of a
-billion parameters is copied, `loss.item()` would wait 80 ms for all of it; pieces that are enqueued
-together make it wait just as long. So a thread enqueues them a few at a time.
+A GPU performs its copies to the host one after the other, and it turns to another stream only when
+nothing more is enqueued on this one. While a snapshot of a billion parameters is copied,
+`loss.item()` would wait 80 ms for all of it, even if it is enqueued in pieces, two at a time. So a
+thread enqueues the next piece when the last one has arrived.
 """
 
 import contextlib
@@ -16,8 +17,7 @@ from torch import Tensor
 
 __all__ = ["Feed"]
 
-_PIECE = 16 << 20  # bytes: 0.3 ms over PCIe 5
-_AHEAD = 4  # pieces on the GPU at a time: it does not wait for a thread that wakes up late
+_PIECE = 64 << 20  # bytes: 1.2 ms over PCIe 5; with smaller ones, the gaps between them count
 
 
 class Feed:
@@ -39,7 +39,7 @@ class Feed:
 
     def start(self) -> None:
         """Copy in the background; what is small is enqueued at once."""
-        if sum(source.nbytes for _, source in self._left) > _AHEAD * _PIECE:
+        if sum(source.nbytes for _, source in self._left) > _PIECE:
             # No daemon: the interpreter waits for it before it frees the memory.
             self._thread = threading.Thread(target=self._run, name="lawa-feed")
             with contextlib.suppress(RuntimeError):  # no more threads, or the interpreter exits
@@ -62,7 +62,6 @@ class Feed:
         self.hurry().synchronize()
 
     def _run(self) -> None:
-        enqueued: deque[torch.cuda.Event] = deque()
         with contextlib.suppress(Exception):  # `hurry` meets the same error in the caller's thread
             if not _allow_captures():
                 self.hurry()
@@ -70,9 +69,8 @@ class Feed:
                 with self._lock:
                     if not self._left:
                         return
-                    enqueued.append(self._enqueue(_PIECE))
-                if len(enqueued) == _AHEAD:
-                    enqueued.popleft().synchronize()
+                    event = self._enqueue(_PIECE)
+                event.synchronize()
 
     def _enqueue(self, nbytes: int) -> torch.cuda.Event:
         """Enqueue the next piece; one that is interrupted is repeated, never left out."""
@@ -80,8 +78,8 @@ class Feed:
         numel = max(1, nbytes // source.element_size())
         with torch.cuda.stream(self._stream):
             target[:numel].copy_(source[:numel], non_blocking=True)
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream)
+        # Not a blocking one, which wakes the thread up 0.3 ms late.
+        event: torch.cuda.Event = self._stream.record_event()
         if numel < len(source):
             self._left[0] = target[numel:], source[numel:]
         else:

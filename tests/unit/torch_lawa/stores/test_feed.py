@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_lawa.stores import feed
 from torch_lawa.stores.feed import Feed
 
-PIECES, AHEAD = 10, feed._AHEAD
+PIECES = 10
 
 
 class Gpu:
@@ -25,9 +25,7 @@ class Gpu:
         self.broken = False
 
     def record_event(self) -> "Event":
-        event = Event()
-        event.record(self)
-        return event
+        return Event(self)
 
     def finish(self, number: int = 10**6) -> None:
         """Do that much of what is enqueued."""
@@ -41,10 +39,7 @@ class Gpu:
 
 
 class Event:
-    def __init__(self, **_: Any) -> None:
-        self.number = 0
-
-    def record(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.number = gpu, gpu.enqueued
 
     def synchronize(self) -> None:
@@ -66,7 +61,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         return target
 
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Tensor, "copy_", counted)
     monkeypatch.setattr(feed, "_allow_captures", lambda: True)
     monkeypatch.setattr(feed, "_PIECE", 64)
@@ -79,17 +73,17 @@ def pair(pieces: int = PIECES) -> tuple[Tensor, Tensor]:
     return torch.full_like(values, -1.0), values
 
 
-def test_the_thread_keeps_few_pieces_on_the_gpu(gpu: Gpu) -> None:
+def test_the_thread_enqueues_one_piece_at_a_time(gpu: Gpu) -> None:
     copies = [pair(), pair()]
     made = Feed(gpu, copies)  # type: ignore[arg-type]
     made.start()
-    for done in range(2 * PIECES - AHEAD):
-        gpu.until(lambda done=done: gpu.enqueued == done + AHEAD)  # type: ignore[misc]
+    for done in range(2 * PIECES - 1):
+        gpu.until(lambda done=done: gpu.enqueued == done + 1)  # type: ignore[misc]
         gpu.finish(1)
     gpu.until(lambda: gpu.enqueued == 2 * PIECES)
     gpu.finish()
     made.wait()
-    assert gpu.most == AHEAD
+    assert gpu.most == 1
     assert all(torch.equal(target, source) for target, source in copies)
 
 
@@ -97,16 +91,16 @@ def test_hurry_enqueues_the_rest_and_waits_for_nothing(gpu: Gpu) -> None:
     target, source = pair()
     made = Feed(gpu, [(target, source)])  # type: ignore[arg-type]
     made.start()
-    gpu.until(lambda: gpu.enqueued == AHEAD)
+    gpu.until(lambda: gpu.enqueued == 1)
     assert not torch.equal(target, source)
     event = made.hurry()
-    assert gpu.enqueued == AHEAD + 1  # in one piece: each takes time, and room in a queue
+    assert gpu.enqueued == 2  # in one piece: each takes time, and room in a queue
     assert gpu.done == 0
-    assert event.number == AHEAD + 1  # type: ignore[attr-defined]
+    assert event.number == 2  # type: ignore[attr-defined]
     assert torch.equal(target, source)
     gpu.finish()
     made.wait()
-    assert gpu.enqueued == AHEAD + 1
+    assert gpu.enqueued == 2
 
 
 def test_waiting_leaves_room_for_others(gpu: Gpu) -> None:
@@ -114,17 +108,19 @@ def test_waiting_leaves_room_for_others(gpu: Gpu) -> None:
     made.start()
     waiter = threading.Thread(target=made.wait)
     waiter.start()
-    gpu.until(lambda: gpu.enqueued == AHEAD)
+    gpu.until(lambda: gpu.enqueued == 1)
     time.sleep(0.05)
-    assert gpu.enqueued == AHEAD
+    assert gpu.enqueued == 1
     assert waiter.is_alive()
     while waiter.is_alive():
         gpu.finish(1)
-    assert gpu.most == AHEAD
+    assert gpu.most == 1
     assert gpu.enqueued == PIECES
 
 
-@pytest.mark.parametrize("copies", [[], [pair(1)], [pair(2), pair(2)]])
+@pytest.mark.parametrize(
+    "copies", [[], [pair(1)], [(torch.zeros(8), torch.ones(8)), (torch.zeros(8), torch.ones(8))]]
+)
 def test_little_is_enqueued_at_once(gpu: Gpu, copies: list[tuple[Tensor, Tensor]]) -> None:
     made = Feed(gpu, copies)  # type: ignore[arg-type]
     made.start()
