@@ -72,7 +72,7 @@ class Output:
     def num_bytes_copied(self) -> int:
         """Bytes of what is copied from the newest input."""
         copied = sum(location.size for location in self.copied)
-        if self.writer.copies_newest and not self.writer.in_place:
+        if self.writer.keeps == ("names",):  # and the writer copies the rest
             copied += sum(file.size for file in self.newest.walk())
         return copied
 
@@ -124,9 +124,9 @@ def plan_output(
     found = format_of_file(location) if is_file else format_of_layout(chosen)
     if found is None or found.writer is None:
         raise ConfigError(f"{location}: this format can be read, but not written. Choose another.")
-    if found.writer.copies_newest:
+    if found.writer.keeps:
         _refuse_changes(location, newest, chosen, options, found.writer)
-    if not found.writer.in_place and (unique := getattr(newest, "in_place_only", ())):
+    if "dtypes" not in found.writer.keeps and (unique := getattr(newest, "in_place_only", ())):
         raise ConfigError(
             f"{location}: --key {options.key}: {unique[0]!r} of {newest.location} can only be "
             f"written with --layout {newest.layout}. Leave out --key to average the weights."
@@ -146,17 +146,15 @@ def plan_output(
         is_folder=not is_file,
         shards=shards,
         index=None if is_file or chosen != "sharded" else f"{_stem(newest)}.safetensors.index.json",
-        copied=_copied(newest, found.writer, is_file=is_file),
+        copied=() if is_file else tuple(_copied(newest, found.writer)),
         nested_under=getattr(newest, "key", None) or "",
         overwrite=overwrite,
         newest=newest.location,
     )
 
 
-def _copied(newest: Checkpoint, writer: FormatWriter, *, is_file: bool) -> tuple[Location, ...]:
-    if is_file:
-        return ()
-    return tuple(newest.files if writer.in_place else side_files(newest))
+def _copied(newest: Checkpoint, writer: FormatWriter) -> list[Location]:
+    return newest.files if "dtypes" in writer.keeps else side_files(newest)
 
 
 def _refuse_changes(
@@ -172,16 +170,16 @@ def _refuse_changes(
             f"{location}: --layout {layout} takes everything but the weights from the newest "
             f"input, but {newest.location} has another format. Leave out --layout."
         )
-    refused: dict[str, str | None] = {"--strip-prefix": options.strip_prefix}
-    if writer.in_place:
-        refused["--dtype"] = options.dtype
-    for option, value in refused.items():
+    changes = {
+        "names": ("--strip-prefix", options.strip_prefix),
+        "dtypes": ("--dtype", options.dtype),
+    }
+    for option, value in (changes[kept] for kept in writer.keeps):
         if value:
             raise ConfigError(
-                f"{location}: {option} {value}: --layout {layout} keeps names"
-                f"{' and dtypes' if writer.in_place else ''} of the newest input. Leave out "
-                f"{option}, or write safetensors (--layout single, or a name that ends in "
-                ".safetensors)."
+                f"{location}: {option} {value}: --layout {layout} keeps "
+                f"{' and '.join(writer.keeps)} of the newest input. Leave out {option}, or write "
+                "safetensors (--layout single, or a name that ends in .safetensors)."
             )
 
 

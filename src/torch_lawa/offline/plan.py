@@ -103,7 +103,7 @@ class AveragePlan:
             f"Reads {format_bytes(self.bytes_read)}, writes {format_bytes(self.bytes_written)}:"
         )
         copied = f" and {len(self.output.copied)} copied files" if self.output.copied else ""
-        if self.output.writer.copies_newest:  # it may be much larger than the weights
+        if self.output.writer.keeps:  # it may be much larger than the weights
             size = format_bytes(self.output.num_bytes_copied)
             copied = f", a copy of the newest ({size}) with these values"
         lines.append(f"  {self.output.location}: {self.output.describe()}{copied}")

@@ -68,7 +68,7 @@ class DistributedCheckpoint(Checkpoint):
     form = "PyTorch distributed checkpoint", "distributed"  # in messages, and its layout
     classes: tuple[str, ...] = ()  # more names that `.metadata` may use
 
-    def __init__(self, folder: Location, *, key: str | None = None) -> None:
+    def __init__(self, folder: Location, key: str | None = None) -> None:
         self._folder = folder
         self._sources: dict[str, ByteSource] = {}
         self._loaded: dict[Chunk, StoredTensor] = {}

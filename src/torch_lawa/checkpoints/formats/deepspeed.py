@@ -59,7 +59,7 @@ _Tensors = dict[str, FlatTensor]
 class DeepSpeedCheckpoint(Checkpoint):
     """A `global_stepN` folder, or a universal one; tensors are whole, for any number of ranks."""
 
-    def __init__(self, folder: Location, *, key: str | None = None) -> None:
+    def __init__(self, folder: Location, key: str | None = None) -> None:
         if key is not None:
             raise ConfigError(
                 f"{folder}: --key {key} was given, but a DeepSpeed checkpoint has one set of "

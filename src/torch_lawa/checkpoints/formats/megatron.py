@@ -71,7 +71,7 @@ class MegatronCheckpoint(DistributedCheckpoint):
         for name in ("MCoreMetadata", "MCoreSavePlan")
     )
 
-    def __init__(self, folder: Location, *, key: str | None = None) -> None:
+    def __init__(self, folder: Location, key: str | None = None) -> None:
         self._shapes: Mapping[str, tuple[int, ...]] = {}  # of the model's tensors with masters
         self._parts: dict[Chunk, tuple[Chunk, int]] = {}  # the chunk it is in, and the first value
         self.in_place_only: tuple[str, ...] = ()

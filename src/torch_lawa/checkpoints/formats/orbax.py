@@ -70,7 +70,7 @@ class OrbaxCheckpoint(Checkpoint):
     `key` is the dotted key of the weights in the tree ("." for all of it).
     """
 
-    def __init__(self, folder: Location, *, key: str | None = None) -> None:
+    def __init__(self, folder: Location, key: str | None = None) -> None:
         if not isinstance(folder, LocalPath):
             raise ConfigError(f"{folder}: Orbax checkpoints are read from local paths. Copy it.")
         self._ts = load_tensorstore(folder)

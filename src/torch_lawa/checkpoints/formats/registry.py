@@ -5,11 +5,12 @@ the lists of formats in messages and documentation all read this table, so a for
 with `register_format` is known everywhere. Its module is imported when it is needed.
 """
 
+import importlib
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch_lawa.checkpoints.formats import deepspeed_files
 from torch_lawa.checkpoints.formats.huggingface import FOLDER_FILES, FOLDER_PARTS
@@ -69,8 +70,7 @@ class FormatWriter:
 
     layouts: tuple[str, ...] = ()  # values of --layout that write a folder of this format
     convert: Callable[[StagedValues], None] | None = None
-    copies_newest: bool = False  # the result is the newest input, with other values in it
-    in_place: bool = False  # likewise, byte for byte but for the values: dtypes stay as they are
+    keeps: tuple[str, ...] = ()  # "names", "dtypes" of the newest input, of which it is a copy
     announce: Callable[[Path], None] | None = None  # called with the published path
 
     def finish(self, staged: StagedValues) -> None:
@@ -242,76 +242,14 @@ def open_checkpoint(location: "Location", *, key: str | None = None) -> "Checkpo
     return found.open(location, key)
 
 
-def _open_safetensors(location: "Location", _key: str | None) -> "Checkpoint":
-    from torch_lawa.checkpoints.formats.safetensors import SafetensorsFile
+def _deferred(module: str, name: str) -> Callable[..., Any]:
+    """A function of a format's module, which is imported when the function is called."""
 
-    return SafetensorsFile(location)
+    def call(*arguments: Any) -> Any:
+        found = importlib.import_module(f"torch_lawa.checkpoints.formats.{module}")
+        return getattr(found, name)(*arguments)
 
-
-def _open_torch(location: "Location", key: str | None) -> "Checkpoint":
-    from torch_lawa.checkpoints.formats.torch_file import TorchFile
-
-    return TorchFile(location, key=key)
-
-
-def _open_distributed(location: "Location", key: str | None) -> "Checkpoint":
-    from torch_lawa.checkpoints.formats.dcp import DistributedCheckpoint
-
-    return DistributedCheckpoint(location, key=key)
-
-
-def _open_megatron(location: "Location", key: str | None) -> "Checkpoint":
-    from torch_lawa.checkpoints.formats.megatron import open_megatron
-
-    return open_megatron(location, key)
-
-
-def _open_huggingface(location: "Location", key: str | None) -> "Checkpoint":
-    from torch_lawa.checkpoints.formats.huggingface import open_folder
-
-    return open_folder(location, key)
-
-
-def _open_deepspeed(location: "Location", key: str | None) -> "Checkpoint":
-    from torch_lawa.checkpoints.formats.deepspeed import DeepSpeedCheckpoint
-
-    return DeepSpeedCheckpoint(location, key=key)
-
-
-def _open_orbax(location: "Location", key: str | None) -> "Checkpoint":
-    from torch_lawa.checkpoints.formats.orbax import OrbaxCheckpoint
-
-    return OrbaxCheckpoint(location, key=key)
-
-
-def _write_orbax(staged: StagedValues) -> None:
-    from torch_lawa.checkpoints.formats.orbax_write import write_orbax
-
-    write_orbax(staged)
-
-
-def _write_torch(staged: StagedValues) -> None:
-    from torch_lawa.checkpoints.formats.torch_write import write_file
-
-    write_file(staged)
-
-
-def _write_distributed(staged: StagedValues) -> None:
-    from torch_lawa.checkpoints.formats.torch_write import write_distributed
-
-    write_distributed(staged)
-
-
-def _write_megatron(staged: StagedValues) -> None:
-    from torch_lawa.checkpoints.formats.megatron_write import write_megatron
-
-    write_megatron(staged)
-
-
-def _announce_megatron(published: Path) -> None:
-    from torch_lawa.checkpoints.formats.megatron_write import write_tracker
-
-    write_tracker(published)
+    return call
 
 
 register_format(
@@ -319,7 +257,7 @@ register_format(
         name="safetensors",
         title="safetensors",
         description="one safetensors file",
-        open=_open_safetensors,
+        open=_deferred("safetensors", "SafetensorsFile"),
         suffixes=(".safetensors",),
         writer=FormatWriter(layouts=("single", "sharded")),  # folders that from_pretrained loads
     )
@@ -329,9 +267,9 @@ register_format(
         name="torch",
         title="PyTorch file",
         description="file of torch.save: a state dict, alone or nested",
-        open=_open_torch,
+        open=_deferred("torch_file", "TorchFile"),
         suffixes=(".pt", ".pth", ".bin", ".ckpt", ".tar"),
-        writer=FormatWriter(convert=_write_torch),
+        writer=FormatWriter(convert=_deferred("torch_write", "write_file")),
     )
 )
 register_format(
@@ -339,16 +277,15 @@ register_format(
         name="megatron",
         title="Megatron checkpoint",
         description="torch_dist folder of Megatron-Core or NeMo, from any number of ranks",
-        open=_open_megatron,
+        open=_deferred("megatron", "open_megatron"),
         folder_files=(".metadata",),
         folder_also=("metadata.json",),
         exclusive=True,
         writer=FormatWriter(
             layouts=("megatron",),
-            convert=_write_megatron,
-            copies_newest=True,
-            in_place=True,
-            announce=_announce_megatron,
+            convert=_deferred("megatron_write", "write_megatron"),
+            keeps=("names", "dtypes"),
+            announce=_deferred("megatron_write", "write_tracker"),
         ),
     )
 )
@@ -357,11 +294,13 @@ register_format(
         name="distributed",
         title="PyTorch distributed checkpoint",
         description="folder of torch.distributed.checkpoint, from any number of ranks",
-        open=_open_distributed,
+        open=_deferred("dcp", "DistributedCheckpoint"),
         folder_files=(".metadata",),
         folder_parts=r".+\.distcp",
         exclusive=True,
-        writer=FormatWriter(layouts=("distributed",), convert=_write_distributed),
+        writer=FormatWriter(
+            layouts=("distributed",), convert=_deferred("torch_write", "write_distributed")
+        ),
     )
 )
 register_format(
@@ -369,7 +308,7 @@ register_format(
         name="huggingface",
         title="Hugging Face folder",
         description="folder that from_pretrained loads: one file or shards, also adapters",
-        open=_open_huggingface,
+        open=_deferred("huggingface", "open_folder"),
         folder_files=FOLDER_FILES,
         folder_parts=FOLDER_PARTS,
         typical_file="model.safetensors",
@@ -380,7 +319,7 @@ register_format(
         name="deepspeed",
         title="DeepSpeed checkpoint",
         description="folder of DeepSpeed: ZeRO 1, 2, 3 or universal, from any number of ranks",
-        open=_open_deepspeed,
+        open=_deferred("deepspeed", "DeepSpeedCheckpoint"),
         folder_files=deepspeed_files.FOLDER_FILES,
         folder_parts=deepspeed_files.FOLDER_PARTS,
     )
@@ -390,10 +329,12 @@ register_format(
         name="orbax",
         title="Orbax checkpoint",
         description="folder of Orbax (JAX): OCDBT or zarr, with tensorstore",
-        open=_open_orbax,
+        open=_deferred("orbax", "OrbaxCheckpoint"),
         folder_files=(ITEM_FILE, CHECKPOINT_FILE),
         exclusive=True,
         list_parts=list_parts,
-        writer=FormatWriter(layouts=("orbax",), convert=_write_orbax, copies_newest=True),
+        writer=FormatWriter(
+            layouts=("orbax",), convert=_deferred("orbax_write", "write_orbax"), keeps=("names",)
+        ),
     )
 )

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch_lawa.checkpoints.formats.base import (
     Checkpoint,
-    CheckpointLayout,
     TensorSpec,
     TrainingProgress,
     is_text,
@@ -212,9 +211,9 @@ def _make_spec(name: str, dtype: Any, shape: Any) -> tuple[TensorSpec, int]:
 
 
 class SafetensorsFile(Checkpoint):
-    """One safetensors file, as a checkpoint or as a shard of one."""
+    """One safetensors file, as a checkpoint or as a shard of one; it has no entries (`key`)."""
 
-    def __init__(self, location: Location, layout: CheckpointLayout = "single") -> None:
+    def __init__(self, location: Location, key: str | None = None) -> None:
         self._file, self._source = location, location.open()
         self._header = header = parse_header(self._source, location)
         # The convention of safetensors' own `save_model`: the metadata maps each tied name that is
@@ -227,7 +226,7 @@ class SafetensorsFile(Checkpoint):
         super().__init__(
             location=location,
             format="safetensors",
-            layout=layout,
+            layout="single",
             tensors=header.tensors,
             aliases=aliases,
             metadata={k: v for k, v in header.metadata.items() if k not in aliases},

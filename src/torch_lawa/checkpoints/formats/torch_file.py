@@ -25,7 +25,7 @@ __all__ = ["TorchFile"]
 class TorchFile(Checkpoint):
     """A file of `torch.save`; `key` is the dotted entry with the weights ("" for the top)."""
 
-    def __init__(self, location: Location, *, key: str | None = None) -> None:
+    def __init__(self, location: Location, key: str | None = None) -> None:
         self._source = location.open()
         try:
             top = load_archive(self._source, location)
