@@ -7,7 +7,7 @@ far, is the schedule's state: plain numbers that are saved and loaded with the a
 keeps a schedule keeps a copy (`copy.deepcopy`), so one object may configure several averagers.
 
 To add a schedule, write one dataclass and register it. Its fields are its options and fields with
-`init=False` are its state; saving, text form, name and help follow from them:
+`init=False` are its state; saving and the entry in the documentation follow from them:
 
     @register_schedule("doubling", "at FIRST, then whenever the step has doubled")
     @dataclass
@@ -43,12 +43,9 @@ __all__ = [
     "check_start",
     "check_window",
     "choose_schedule",
-    "name_schedule",
     "num_within",
-    "parse_schedule",
     "register_schedule",
     "resolve_start",
-    "schedules_help",
 ]
 
 
@@ -137,13 +134,13 @@ class RegisteredSchedule:
 
 
 SCHEDULES: dict[str, RegisteredSchedule] = {}
-"""Every schedule that can be written as text, by name."""
+"""Every registered schedule, by name."""
 
 _Class = TypeVar("_Class", bound=type[Schedule])
 
 
 def register_schedule(name: str, help: str) -> Callable[[_Class], _Class]:
-    """Class decorator: adds a dataclass to `SCHEDULES`, so that `parse_schedule` finds it.
+    """Class decorator: adds a dataclass to `SCHEDULES`.
 
     >>> @register_schedule("late", "every step after the first SKIPPED")
     ... @dataclass
@@ -152,8 +149,8 @@ def register_schedule(name: str, help: str) -> Callable[[_Class], _Class]:
     ...
     ...     def due(self, step: int, loss: float | None = None) -> bool:
     ...         return step > self.skipped
-    >>> parse_schedule("late:100")
-    Late(skipped=100)
+    >>> SCHEDULES["late"].usage
+    'late:SKIPPED'
     >>> del SCHEDULES["late"]
     """
     if name in SCHEDULES:
@@ -164,52 +161,6 @@ def register_schedule(name: str, help: str) -> Callable[[_Class], _Class]:
         return make
 
     return register
-
-
-def parse_schedule(text: str) -> Schedule:
-    """The schedule that `text` describes: a registered name, a colon, and its options.
-
-    >>> parse_schedule("every:10,start=100")
-    Every(n=10, start=100, total=None)
-    """
-    name, _, arguments = text.strip().partition(":")
-    if name not in SCHEDULES:
-        raise ConfigError(f"schedule {text!r}: use one of\n{schedules_help()}")
-    positional: list[Any] = []
-    named: dict[str, Any] = {}
-    for part in filter(None, arguments.split(",")):
-        key, equals, value = part.strip().partition("=")
-        if equals:
-            named[key] = _number(value)
-        else:
-            positional.append(_number(key))
-    try:
-        return SCHEDULES[name].make(*positional, **named)
-    except TypeError:
-        usage = SCHEDULES[name].usage
-        raise ConfigError(f"schedule {text!r}: write it like {usage}, with numbers.") from None
-
-
-def name_schedule(schedule: Schedule) -> str:
-    """A schedule as `parse_schedule` reads it; one that is not registered by its repr.
-
-    >>> name_schedule(Every(10, start=100)), name_schedule(OnPlateau())
-    ('every:10,start=100', 'plateau')
-    """
-    name = next((n for n, known in SCHEDULES.items() if known.make is type(schedule)), None)
-    if name is None:
-        return repr(schedule)
-    parts = [
-        f"{each.name}={value}" if i else str(value)
-        for i, each in enumerate(each for each in _fields(schedule) if each.init)
-        if (value := getattr(schedule, each.name)) != each.default
-    ]
-    return ":".join(filter(None, (name, ",".join(parts))))
-
-
-def schedules_help() -> str:
-    """One line per registered schedule: how it is written, and what it does."""
-    return "\n".join(f"{known.usage}: {known.help}" for known in SCHEDULES.values())
 
 
 @register_schedule("every", "every N steps, after the first START (or that fraction of TOTAL)")
@@ -458,12 +409,3 @@ def _fields(schedule: Schedule | type[Schedule]) -> tuple[dataclasses.Field[Any]
 
 def _positive(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _number(text: str) -> int | float | str:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

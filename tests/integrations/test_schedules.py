@@ -1,7 +1,6 @@
 """One schedule, registered once, decides in Lightning and in Transformers, through resume."""
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,29 +15,23 @@ from support.transformers import Fails, averaging, history, tiny_model, trainer
 from torch_lawa import Every, LatestWeightAverager, OnPlateau
 from torch_lawa.errors import ConfigError
 from torch_lawa.integrations.lightning import LatestWeightAveraging
-from torch_lawa.schedule import SCHEDULES, Schedule, parse_schedule, register_schedule
+from torch_lawa.schedule import Schedule
 
 pytestmark = QUIET
 
 
-@pytest.fixture(autouse=True)
-def growing() -> Iterator[None]:
+@dataclass
+class Growing(Schedule):
     """A snapshot whenever the step has doubled, as a window that grows with the run needs it."""
 
-    @register_schedule("growing", "when the step has grown by RATIO")
-    @dataclass
-    class Growing(Schedule):
-        ratio: float = 2.0
-        last: int = field(default=0, init=False)
+    ratio: float = 2.0
+    last: int = field(default=0, init=False)
 
-        def due(self, step: int, loss: float | None = None) -> bool:
-            if step < self.ratio * self.last:
-                return False
-            self.last = step
-            return True
-
-    yield
-    del SCHEDULES["growing"]
+    def due(self, step: int, loss: float | None = None) -> bool:
+        if step < self.ratio * self.last:
+            return False
+        self.last = step
+        return True
 
 
 class Crash(Callback):
@@ -57,8 +50,8 @@ def by_loss(k: int = 9) -> dict[str, Any]:
     return {"k": k, "min_snapshots": 1, "schedule": OnPlateau(min_delta=0.2)}
 
 
-def test_a_registered_schedule_in_lightning(tmp_path: Path) -> None:
-    options = {"k": 3, "schedule": parse_schedule("growing:2")}
+def test_an_own_schedule_in_lightning(tmp_path: Path) -> None:
+    options = {"k": 3, "schedule": Growing()}
     whole, first, rest = (LatestWeightAveraging(**options) for _ in range(3))
     fit(tmp_path, whole)
     assert whole.averager.snapshot_steps == [4, 8, 16]
@@ -115,7 +108,7 @@ def test_samples_in_lightning_and_transformers(tmp_path: Path) -> None:
 
 
 def test_a_new_run_begins_the_schedule_again(tmp_path: Path) -> None:
-    averaging = LatestWeightAveraging(k=3, schedule=parse_schedule("growing:2"))
+    averaging = LatestWeightAveraging(k=3, schedule=Growing())
     fit(tmp_path, averaging)
     with pytest.warns(UserWarning, match="a new window begins"):
         fit(tmp_path, averaging)
@@ -205,7 +198,7 @@ def test_a_plateau_in_lightning(tmp_path: Path) -> None:
 
 
 def test_a_registered_schedule_in_transformers(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"k": 3, "schedule": parse_schedule("growing:2")}
+    options: dict[str, Any] = {"k": 3, "schedule": Growing()}
     run = {"max_steps": 17, "save_steps": 3, "eval_strategy": "no"}
     whole, first, rest = (averaging(**options) for _ in range(3))
     trainer(tmp_path / "whole", whole, **run).train()
@@ -280,8 +273,8 @@ def test_contradictions_are_refused() -> None:
 
 def test_a_schedule_with_too_few_snapshots_is_found_at_the_start(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="gives 4 snapshots, but an average needs 9"):
-        trainer(tmp_path, averaging(k=9, schedule=parse_schedule("growing:2"))).train()
-    averaging_9 = LatestWeightAveraging(k=9, schedule=parse_schedule("growing:2"))
+        trainer(tmp_path, averaging(k=9, schedule=Growing())).train()
+    averaging_9 = LatestWeightAveraging(k=9, schedule=Growing())
     with pytest.warns(UserWarning, match="gives 5 snapshots, but an average needs 9"):
         fit(tmp_path, averaging_9)
     assert copy.deepcopy(averaging_9).averager.snapshot_steps == [1, 2, 4, 8, 16]

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,10 +15,7 @@ from torch_lawa.errors import ConfigError, StateError
 from torch_lawa.schedule import (
     SCHEDULES,
     Schedule,
-    name_schedule,
-    parse_schedule,
     register_schedule,
-    schedules_help,
 )
 
 
@@ -133,42 +130,8 @@ def test_state_of_another_schedule() -> None:
     assert schedule == OnPlateau()
 
 
-@pytest.mark.parametrize(
-    ("text", "schedule"),
-    [
-        ("every", Every()),
-        ("every:10", Every(10)),
-        ("every:10,start=100", Every(10, start=100)),
-        ("every:2,start=0.5,total=10", Every(2, start=0.5, total=10)),
-        ("horizon", Horizon(0.25, k=16)),
-        ("horizon:0.1,k=8", Horizon(0.1, k=8)),
-        ("horizon:k=8,start=0.1,total=50", Horizon(k=8, start=0.1, total=50)),
-        ("plateau", OnPlateau()),
-        ("plateau:3,min_delta=0.01", OnPlateau(3, 0.01)),
-        ("plateau:min_delta=0.5,start=7", OnPlateau(min_delta=0.5, start=7)),
-    ],
-)
-def test_text_and_back(text: str, schedule: Schedule) -> None:
-    assert parse_schedule(text) == schedule
-    assert name_schedule(schedule) == text
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("sometimes", "every:N"),
-        ("every:1,2,3", "every:N,start=START,total=TOTAL"),
-        ("every:often", "positive"),
-        ("every:10,stride=2", "every:N,start=START"),
-    ],
-)
-def test_text_that_is_no_schedule(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_schedule(text)
-
-
 @pytest.fixture
-def growing() -> Iterator[type[Schedule]]:
+def growing() -> Iterator[Callable[[float], Schedule]]:
     """A window that spans a share of the run so far: the spacing grows with the step."""
 
     @register_schedule("growing", "when the step has grown by RATIO")
@@ -187,20 +150,20 @@ def growing() -> Iterator[type[Schedule]]:
     del SCHEDULES["growing"]
 
 
-def test_a_registered_schedule_is_parsed_named_and_described(growing: type[Schedule]) -> None:
-    schedule = parse_schedule("growing:2")
-    assert isinstance(schedule, growing)
-    assert name_schedule(schedule) == "growing:2"
-    assert "growing:RATIO: when the step has grown by RATIO" in schedules_help()
+def test_a_registered_schedule_is_described(growing: Callable[[float], Schedule]) -> None:
+    schedule = growing(2)
+    assert SCHEDULES["growing"].usage == "growing:RATIO"
     assert schedule.expected(range(1, 33)) == 6  # 1, 2, 4, 8, 16, 32
     assert schedule.state_dict() == {"last": 0}  # counting changed nothing
     with pytest.raises(ConfigError, match="'growing' is registered already"):
         register_schedule("growing", "")
 
 
-def test_a_registered_schedule_decides_in_the_averager(growing: type[Schedule]) -> None:
+def test_a_registered_schedule_decides_in_the_averager(
+    growing: Callable[[float], Schedule],
+) -> None:
     def averager() -> LatestWeightAverager:
-        return LatestWeightAverager(k=3, schedule=parse_schedule("growing:2"))
+        return LatestWeightAverager(k=3, schedule=growing(2))
 
     whole, first, rest = averager(), averager(), averager()
     for step in range(1, 40):
