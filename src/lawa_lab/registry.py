@@ -85,6 +85,13 @@ class Typed:
     def __str__(self) -> str:
         return f"{self.name}:{self.parameters}" if self.parameters else self.name
 
+    def require(self, valid: bool, example: str, why: str = "") -> None:
+        """Refuse parameters that are not valid, with an example of valid ones."""
+        if not valid:
+            text = f"{self.name}:{self.parameters}"
+            reason = f"{why}; " if why else ""
+            raise ConfigError(f"{text}: {reason}write it as {self.typed}, such as {example}")
+
 
 AnyTyped = TypeVar("AnyTyped", bound=Typed)
 

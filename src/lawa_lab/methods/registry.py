@@ -11,7 +11,7 @@ import abc
 import dataclasses
 from typing import TYPE_CHECKING, TypeVar
 
-from lawa_lab.registry import Registry, Typed, parse_typed, typed_entries
+from lawa_lab.registry import Registry, Typed, parse_typed
 from torch_lawa.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch_lawa.averager import LatestWeightAverager
     from torch_lawa.averager_protocol import Averager
 
-__all__ = ["METHODS", "Method", "RingMethod", "parse_method", "register_method", "typed_methods"]
+__all__ = ["METHODS", "Method", "RingMethod", "parse_method", "register_method"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +57,6 @@ def register_method(method: type[AnyMethod]) -> type[AnyMethod]:
     """Register a method under its `name`; used as a class decorator."""
     METHODS.add(method.name, method)
     return method
-
-
-def typed_methods() -> str:
-    """All methods as they are typed, for help texts and errors."""
-    return typed_entries(METHODS)
 
 
 def parse_method(text: str) -> Method:

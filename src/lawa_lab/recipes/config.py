@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from lawa_lab.methods import rules as rules  # registers them
-from lawa_lab.methods.registry import parse_method, typed_methods
-from lawa_lab.wrappers.registry import name_wrapped, parse_wrappers, typed_wrappers
+from lawa_lab.methods.registry import METHODS, parse_method
+from lawa_lab.registry import typed_entries
+from lawa_lab.wrappers.registry import WRAPPERS, name_wrapped, parse_wrappers
 from torch_lawa.coefficients import parse_coefficients
 from torch_lawa.errors import ConfigError
 from torch_lawa.validation import one_of
@@ -88,7 +89,7 @@ class TrainConfig(abc.ABC):
     wrap: tuple[str, ...] = setting(
         (),
         "Methods that change training, around the optimizer, the innermost first, such as "
-        f"lookahead:5:0.8 or sam:0.05,rescue. Available: {typed_wrappers()}.",
+        f"lookahead:5:0.8 or sam:0.05,rescue. Available: {typed_entries(WRAPPERS)}.",
     )
 
     nu: int | None = setting(
@@ -120,7 +121,7 @@ class TrainConfig(abc.ABC):
     methods: tuple[str, ...] = setting(
         (),
         "Averaging methods to evaluate beside the window, such as ema:0.99,ema:0.999. Available: "
-        f"{typed_methods()}.",
+        f"{typed_entries(METHODS)}.",
     )
     quantize: tuple[int, ...] = setting(
         (),

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from lawa_lab.registry import Registry, Typed, parse_typed, typed_entries
+from lawa_lab.registry import Registry, Typed, parse_typed
 from torch_lawa.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ __all__ = [
     "name_wrapped",
     "parse_wrappers",
     "register_wrapper",
-    "typed_wrappers",
 ]
 
 
@@ -49,13 +48,6 @@ class Wrapper(Typed, abc.ABC):
     def build(self, run: "WrappedRun") -> "BuiltWrapper":
         """The wrapper of a run, before its first step."""
 
-    def require(self, valid: bool, example: str, why: str = "") -> None:
-        """Refuse settings that are not valid, with an example of valid ones."""
-        if not valid:
-            text = f"{self.name}:{self.parameters}"
-            reason = f"{why}; " if why else ""
-            raise ConfigError(f"{text}: {reason}write it as {self.typed}, such as {example}")
-
 
 WRAPPERS: Registry[type[Wrapper]] = Registry("wrapper", "lawa_lab.wrappers.catalog")
 
@@ -66,11 +58,6 @@ def register_wrapper(wrapper: type[AnyWrapper]) -> type[AnyWrapper]:
     """Register a wrapper under its `name`; used as a class decorator."""
     WRAPPERS.add(wrapper.name, wrapper)
     return wrapper
-
-
-def typed_wrappers() -> str:
-    """All wrappers as they are typed, for help texts and errors."""
-    return typed_entries(WRAPPERS)
 
 
 def parse_wrappers(texts: Sequence[str], optimizer: str) -> list[Wrapper]:

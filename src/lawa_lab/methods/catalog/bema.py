@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from lawa_lab.methods.registry import Method, register_method
-from torch_lawa.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,8 +25,7 @@ class Bema(Method):
     eta: float = 0.2
 
     def __post_init__(self) -> None:
-        if not (self.kappa > 0 and self.eta > 0):
-            raise ConfigError(f"{self}: write it as {self.typed}, such as bema:0.5:0.2")
+        self.require(self.kappa > 0 and self.eta > 0, "bema:0.5:0.2")
 
     def build(self, model: "nn.Module") -> "Averager":
         """A running average on the model's device."""

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from lawa_lab.methods.registry import Method, register_method
-from torch_lawa.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,8 +28,7 @@ class Dense(Method):
     k: float
 
     def __post_init__(self) -> None:
-        if not (0 < self.share < 1 and self.k >= 1 and self.k == int(self.k)):
-            raise ConfigError(f"{self}: write it as {self.typed}, such as dense:0.25:16")
+        self.require(0 < self.share < 1 and self.k >= 1 and self.k == int(self.k), "dense:0.25:16")
 
     def build(self, model: "nn.Module") -> "Averager":
         """A window in the model's memory."""

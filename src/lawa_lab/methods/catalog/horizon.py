@@ -30,8 +30,7 @@ class HorizonWindow(Method):
     blend: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (0 < self.share < 1 and self.k >= 1 and self.k == int(self.k)):
-            raise ConfigError(f"{self}: write it as {self.typed}, such as horizon:0.5:16")
+        self.require(0 < self.share < 1 and self.k >= 1 and self.k == int(self.k), "horizon:0.5:16")
         if not 0 < self.blend <= 1:
             raise ConfigError(f"{self}: the weight of the mean must be above 0 and at most 1")
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from lawa_lab.methods.registry import RingMethod, register_method
-from torch_lawa.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch_lawa.averager import LatestWeightAverager
@@ -25,8 +24,10 @@ class SwagSample(RingMethod):
     scale: float = 0.5
 
     def __post_init__(self) -> None:
-        if not (self.seed >= 0 and self.seed == int(self.seed) and 0 <= self.scale < float("inf")):
-            raise ConfigError(f"{self}: write it as {self.typed}, such as swag:0:0.5")
+        self.require(
+            self.seed >= 0 and self.seed == int(self.seed) and 0 <= self.scale < float("inf"),
+            "swag:0:0.5",
+        )
 
     def read(self, ring: "LatestWeightAverager") -> "Averager":
         """Reads the run's own window."""

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from lawa_lab.methods.registry import RingMethod, register_method
-from torch_lawa.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch_lawa.averager import LatestWeightAverager
@@ -25,8 +24,9 @@ class Twa(RingMethod):
     batches: float
 
     def __post_init__(self) -> None:
-        if not (self.rate > 0 and self.batches >= 1 and self.batches == int(self.batches)):
-            raise ConfigError(f"{self}: write it as {self.typed}, such as twa:0.5:28")
+        self.require(
+            self.rate > 0 and self.batches >= 1 and self.batches == int(self.batches), "twa:0.5:28"
+        )
 
     def read(self, ring: "LatestWeightAverager") -> "Averager":
         """Reads the run's own window."""

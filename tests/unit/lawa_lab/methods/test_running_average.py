@@ -6,8 +6,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from lawa_lab.methods.catalog.ema import Ema
-from lawa_lab.methods.registry import METHODS, parse_method, typed_methods
+from lawa_lab.methods.registry import METHODS, parse_method
 from lawa_lab.methods.running_average import RunningAverage
+from lawa_lab.registry import typed_entries
 from torch_lawa.errors import ConfigError, NotReadyError, StateError
 
 
@@ -80,7 +81,7 @@ def test_weights_and_buffers_are_restored_after_an_exception() -> None:
 def test_methods_are_typed_with_their_parameters() -> None:
     method = parse_method("ema:0.9990")
     assert (method, str(method), method.parameters) == (Ema(0.999), "ema:0.999", "0.999")
-    assert "ema:DECAY" in typed_methods()
+    assert "ema:DECAY" in typed_entries(METHODS)
     assert str(parse_method("ema:0.999999")) == "ema:0.999999"
     for text, said in (("ema", "ema:DECAY"), ("ema:x", "ema:DECAY"), ("ema:1", "between 0 and 1")):
         with pytest.raises(ConfigError, match=said):
