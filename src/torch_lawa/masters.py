@@ -10,10 +10,17 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from torch_lawa.errors import LayoutError
+from torch_lawa.errors import ConfigError, LayoutError
 from torch_lawa.shards import is_sharded
 
-__all__ = ["Masters", "check_own_weights", "is_sharded_model", "masters_of", "weights_of"]
+__all__ = [
+    "Masters",
+    "check_own_weights",
+    "is_sharded_model",
+    "masters_of",
+    "require_visible_parameters",
+    "weights_of",
+]
 
 # By the class of the model: the module with a function `masters_of(model)`.
 _ADAPTERS = {"DeepSpeedEngine": "torch_lawa.integrations.deepspeed"}
@@ -76,4 +83,22 @@ def check_own_weights(name: str, tensor: Tensor) -> None:
         raise LayoutError(
             f"tensor {name!r} is a parameter of a DeepSpeed engine, which keeps its master weights "
             "elsewhere: pass the engine that deepspeed.initialize returned, not its module."
+        )
+
+
+def require_visible_parameters(model: nn.Module) -> None:
+    """Refuse a model with flattened parameters (FSDP 1), or without the engine that has them.
+
+    Both are recognised by their names, so neither library needs to be installed.
+    """
+    masters = masters_of(model)  # raises for an engine that is not supported
+    if masters is None and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise ConfigError(
+            "DeepSpeed ZeRO-3 keeps parameters empty while they are not in use: give the engine "
+            "that deepspeed.initialize (or accelerator.prepare) returned, not its module."
+        )
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ConfigError(
+            "FSDP version 1 flattens the parameters, so they cannot be averaged: use version 2 "
+            "(fsdp_config={'version': 2} in Transformers, fsdp_version=2 in Accelerate's plugin)."
         )

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from torch_lawa import (
 )
 from torch_lawa.checkpoints.formats.safetensors_folder import FolderSink
 from torch_lawa.export import exporter, folder_writer
+from torch_lawa.shards import MeshSharding
 
 STEPS, K = 4, 3
 WEIGHTS = "model.safetensors"
@@ -100,10 +102,10 @@ class Watched:
         self.sizes: list[int] = []
         self.most = 0
         self._live: dict[int, Any] = {}
-        self._gather = exporter.gather_tensor
+        self.gather = MeshSharding.gather
 
-    def __call__(self, part: Tensor, sharding: Any) -> Tensor:
-        whole = self._gather(part, sharding)
+    def __call__(self, sharding: MeshSharding, part: Tensor) -> Tensor:
+        whole = self.gather(sharding, part)
         size = whole.numel() * whole.element_size()
         self.sizes.append(size)
         self._live[id(whole)] = weakref.ref(whole), size
@@ -146,9 +148,11 @@ def export(rank: int, hows: list[str], folder: str) -> dict[str, tuple[list[int]
     found = {}
     for how in hows:
         averager = collected(sharded(how))
-        exporter.gather_tensor = watched = Watched()
+        watched = Watched()
+        monkey = pytest.MonkeyPatch()
+        monkey.setattr(MeshSharding, "gather", partialmethod(watched))
         averager.save_pretrained(f"{folder}/{how}")
-        exporter.gather_tensor = watched._gather
+        monkey.undo()
         found[how] = watched.sizes, watched.most
         averager.save_pretrained(f"{folder}/{how}-bf16", dtype=torch.bfloat16)
         averager.save_pretrained(f"{folder}/{how}-shards", max_shard_size=200, k=2)

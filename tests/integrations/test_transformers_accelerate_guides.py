@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from torch_lawa.errors import ConfigError
 from torch_lawa.integrations.accelerate import register_averager
 from torch_lawa.integrations.transformers import LatestWeightAveragingCallback
-from torch_lawa.integrations.unsupported import require_visible_parameters
+from torch_lawa.masters import require_visible_parameters
 
 
 @pytest.fixture(autouse=True)

@@ -5,17 +5,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from torch import Tensor
-
 from torch_lawa.errors import ConfigError, LayoutError, StateError
 from torch_lawa.export.folder_writer import FolderWriter
 from torch_lawa.export.plan import ExportPlan
 from torch_lawa.ranks.agreement import FailTogether
 from torch_lawa.ranks.barrier import barrier
-from torch_lawa.shards import Sharding
 from torch_lawa.window import Window
 
-__all__ = ["export_average", "gather_tensor"]
+__all__ = ["export_average"]
 
 
 def export_average(
@@ -53,7 +50,7 @@ def export_average(
                 where = f"the gathering of {tensor.name}"
                 ranks.exchange(where)  # no rank starts to gather what another does not have
                 with ranks.collective(where):
-                    whole = gather_tensor(part, sharding)
+                    whole = sharding.gather(part)
                 del part
             elif writer is not None:
                 whole = means.make(tensor.name, tensor.dtype)
@@ -79,11 +76,6 @@ def _check_same(signatures: Sequence[str]) -> None:
                 "of the same steps, and be asked for the same (export the stages of a pipeline one "
                 "by one)."
             )
-
-
-def gather_tensor(part: Tensor, sharding: Sharding) -> Tensor:
-    """The whole tensor, on every rank that holds a part of it."""
-    return sharding.gather(part)
 
 
 def _local(folder: str | os.PathLike[str]) -> Path:

@@ -16,8 +16,8 @@ from torch import nn
 
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.errors import ConfigError
-from torch_lawa.integrations.unsupported import require_visible_parameters
 from torch_lawa.integrations.window_files import load_window, save_window
+from torch_lawa.masters import require_visible_parameters
 from torch_lawa.swap import refuse_if_swapped
 
 __all__ = ["register_averager"]

@@ -41,7 +41,6 @@ from torch_lawa.offline.options import check_threads
 from torch_lawa.offline.output_files import LaidFile, SafetensorsSink, writing
 from torch_lawa.offline.plan import AveragePlan
 from torch_lawa.ranks.agreement import FailTogether
-from torch_lawa.ranks.split import Segment, split_evenly
 
 __all__ = ["BLOCK", "average_as_other_rank", "average_as_rank_0", "share_cuts", "spans_between"]
 
@@ -187,15 +186,22 @@ def share_cuts(files: Sequence[LaidFile], num_shares: int, num_averaged: int) ->
     middle of a tensor. The cost of a value is its bytes: read once for each of `num_averaged`
     checkpoints (once if it comes from the newest), written once.
     """
-    stretches = []
+    stretches = []  # where each begins, its values, the bytes and the cost of one
     for tensor, begin, _ in _positions(files):
         width, source = value_width(tensor.target.dtype), value_width(tensor.source.dtype)
         reads = num_averaged if tensor.rule == "average" else 1
-        stretches.append(
-            Segment(begin, tensor.target.nbytes // width, width, source * reads + width)
-        )
+        stretches.append((begin, tensor.target.nbytes // width, width, source * reads + width))
+    total = sum(num_values * cost for _, num_values, _, cost in stretches)
+    dues = iter([total * i // num_shares for i in range(1, num_shares)])
+    cuts, done, due = [0], 0, next(dues, None)
+    for begin, num_values, width, cost in stretches:
+        while due is not None and due < done + num_values * cost:
+            at = begin + (due - done) // cost * width
+            cuts.append((at + BLOCK // 2) // BLOCK * BLOCK)
+            due = next(dues, None)
+        done += num_values * cost
     end = sum(_blocks(file) for file in files) * BLOCK
-    return split_evenly(stretches, end, num_shares, block=BLOCK)
+    return [*cuts, *[end] * (num_shares + 1 - len(cuts))]
 
 
 def spans_between(files: Iterable[LaidFile], begin: int, end: int) -> list[Span]:

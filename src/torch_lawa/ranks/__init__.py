@@ -1,5 +1,5 @@
-"""Everything that makes processes synchronise, agree or split work, on `torch.distributed`.
+"""Everything that makes processes synchronise or agree, on `torch.distributed`.
 
 `barrier`: wait for all ranks, or raise an error that names the missing one. `agreement`: exchange
-values, and fail together. `world`: the processes that torchrun started. `split`: cut work evenly.
+values, and fail together. `world`: the processes that torchrun started.
 """

@@ -20,8 +20,8 @@ from torch_lawa.coefficients import Coefficients
 from torch_lawa.errors import ConfigError
 from torch_lawa.integrations.cadence import Cadence
 from torch_lawa.integrations.random_state import preserved_rng
-from torch_lawa.integrations.unsupported import require_visible_parameters
 from torch_lawa.integrations.window_files import IN_TRAINER_CHECKPOINT, load_window, save_window
+from torch_lawa.masters import require_visible_parameters
 from torch_lawa.ranks.agreement import check_same_choice, check_same_decision
 from torch_lawa.schedule import Every, Schedule, choose_schedule
 from torch_lawa.selection import FrozenRule
