@@ -18,7 +18,6 @@ from torch_lawa.errors import ConfigError
 
 __all__ = [
     "Annealing",
-    "AnnealingCurve",
     "Blend",
     "Coefficients",
     "Explicit",

@@ -30,7 +30,7 @@ from torch_lawa.swap import swapped
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["ActClock", "BatchNormPolicy", "evaluate_side_by_side", "evaluating"]
+__all__ = ["ActClock", "evaluate_side_by_side", "evaluating"]
 
 BatchNormPolicy: TypeAlias = Literal["re-estimated", "copied"]
 

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-__all__ = ["Locked", "one_at_a_time"]
+__all__ = ["one_at_a_time"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -37,7 +37,6 @@ __all__ = [
     "Every",
     "Horizon",
     "OnPlateau",
-    "RegisteredSchedule",
     "Schedule",
     "check_share",
     "check_start",
@@ -45,7 +44,6 @@ __all__ = [
     "choose_schedule",
     "num_within",
     "register_schedule",
-    "resolve_start",
 ]
 
 

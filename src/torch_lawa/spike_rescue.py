@@ -23,7 +23,7 @@ from torch_lawa.validation import DAMAGE, one_of, whole_number
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["OptimizerState", "SpikeRescue", "go_to_average", "rescue_for"]
+__all__ = ["SpikeRescue", "go_to_average", "rescue_for"]
 
 OptimizerState: TypeAlias = Literal["keep", "reset"]
 

@@ -15,7 +15,7 @@ from lawa_lab.cli.report_tables import AVERAGED_STYLE, RAW_STYLE
 from lawa_lab.recipes.loop import TrainingCallback
 from torch_lawa.metrics import Row
 
-__all__ = ["DemoProgress", "show_progress"]
+__all__ = ["show_progress"]
 
 _AVERAGE, _ANNEALED = "average", "annealed"
 

@@ -17,7 +17,7 @@ from lawa_lab.report.savings import Mean, Saving
 from lawa_lab.report.summary import MainRow, MetricReport, RecipeReport, Report, RunRow, WindowRow
 from lawa_lab.report.words import say_axis, say_duration, say_mean, say_number, say_value
 
-__all__ = ["AVERAGED_STYLE", "RAW_STYLE", "main_table", "say", "show_report"]
+__all__ = ["AVERAGED_STYLE", "RAW_STYLE", "say", "show_report"]
 
 RAW_STYLE, AVERAGED_STYLE = "dark_orange", "dodger_blue1"
 _WIDE = 100  # columns from which on the range over seeds and the steps are shown too

@@ -15,7 +15,7 @@ from torch_lawa.coefficients import Weights
 from torch_lawa.mean.blocks import mean_reference
 from torch_lawa.swap import swapped
 
-__all__ = ["AcceleratedAverage", "PerTensorAcceleration", "extrapolation_weights"]
+__all__ = ["AcceleratedAverage", "PerTensorAcceleration"]
 
 
 def extrapolation_weights(gram: Tensor, penalty: float) -> list[float]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Scores", "calibration_error", "ensemble_scores", "score_probabilities"]
+__all__ = ["Scores", "calibration_error", "ensemble_scores"]
 
 
 @dataclass(frozen=True)

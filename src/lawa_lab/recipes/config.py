@@ -24,7 +24,7 @@ from torch_lawa.validation import one_of
 if TYPE_CHECKING:
     from lawa_lab.recipes.task import Task, Worker
 
-__all__ = ["LandingShape", "LearningRateSchedule", "OptimizerName", "TrainConfig", "setting"]
+__all__ = ["LearningRateSchedule", "OptimizerName", "TrainConfig", "setting"]
 
 OptimizerName = Literal["sgd", "adam", "adamw", "schedule-free-sgd", "schedule-free-adamw"]
 LearningRateSchedule = Literal["cosine", "linear", "constant"]

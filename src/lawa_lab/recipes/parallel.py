@@ -23,7 +23,7 @@ from torch_lawa.shards import local
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
 
-__all__ = ["Copies", "Parallel", "Shards", "SingleProcess", "State", "choose_parallel"]
+__all__ = ["Copies", "Parallel", "Shards", "State", "choose_parallel"]
 
 Parallel: TypeAlias = Literal["ddp", "fsdp"]
 State: TypeAlias = dict[str, Any]

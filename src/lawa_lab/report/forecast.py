@@ -12,7 +12,7 @@ from lawa_lab.report.runs import Run
 if TYPE_CHECKING:
     from lawa_lab.report.frontier import AnnealedRun, AnytimeCurve
 
-__all__ = ["Forecast", "ForecastBranch", "forecasts_of"]
+__all__ = ["Forecast", "forecasts_of"]
 
 _FEWEST = 3  # branches from which on a rank correlation means something
 

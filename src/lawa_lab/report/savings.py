@@ -31,7 +31,6 @@ __all__ = [
     "RunSeries",
     "Saving",
     "SavingCurve",
-    "SeedSaving",
     "Stretch",
     "Unmatched",
     "baseline_of",

@@ -13,7 +13,7 @@ from torch_lawa.capacity.estimate import Cost, TrainingRun, cost_of
 from torch_lawa.capacity.machine import GIB
 from torch_lawa.units import format_bytes
 
-__all__ = ["Fit", "Problem", "check_fit", "format_seconds", "largest_k", "smallest_nu"]
+__all__ = ["Fit", "check_fit", "format_seconds", "largest_k", "smallest_nu"]
 
 _MOST_DOUBLINGS = 16
 

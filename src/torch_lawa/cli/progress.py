@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
 
-__all__ = ["make_bar", "run_with_progress"]
+__all__ = ["run_with_progress"]
 
 _T = TypeVar("_T")
 _PATIENCE = 0.4  # seconds before importing rich and showing a bar is worth it

@@ -23,7 +23,7 @@ from torch_lawa.units import parse_bytes
 from torch_lawa.validation import check_float
 from torch_lawa.window import Window
 
-__all__ = ["ExportPlan", "ExportedFile", "ExportedTensor", "plan_export"]
+__all__ = ["ExportPlan", "ExportedTensor", "plan_export"]
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,6 @@ __all__ = [
     "load_window",
     "save_window",
     "window_beside",
-    "window_inside",
 ]
 
 IN_TRAINER_CHECKPOINT = Path("averaged", "window")  # of the Transformers Trainer

@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch_lawa.errors import ConfigError
 
-__all__ = ["DTYPES", "DType", "averageable", "parse_dtype"]
+__all__ = ["DTYPES", "averageable", "parse_dtype"]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch_lawa.mean.dtypes import DTYPES
 from torch_lawa.mean.float8 import FLOAT8, float8_codes, float8_keys, float8_values
 from torch_lawa.mean.kernels import PIECE, Bytes, Doubles, Pieces, Windows, exact_factor, real
 
-__all__ = ["CompiledPieces", "library_name", "native_library"]
+__all__ = ["CompiledPieces", "native_library"]
 
 _FOLDER = Path(__file__).parent
 _KINDS = {"F64": 0, "F32": 1, "F16": 2, "BF16": 3}  # as in kernels.c; float8 uses a table

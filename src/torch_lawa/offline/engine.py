@@ -23,13 +23,10 @@ from torch_lawa.offline.matching import PlannedTensor
 __all__ = [
     "BackgroundTask",
     "Meter",
-    "Sink",
     "Span",
     "Stopped",
     "batched",
-    "cut_spans",
     "default_threads",
-    "drop_zeros",
     "in_threads",
     "pieces_of",
     "read_piece",

@@ -37,7 +37,7 @@ from torch_lawa.offline.matching import PlannedTensor
 from torch_lawa.offline.output_plan import Output
 from torch_lawa.system_errors import named_errors
 
-__all__ = ["LaidFile", "SafetensorsSink", "lay_out", "writing"]
+__all__ = ["LaidFile", "SafetensorsSink", "writing"]
 
 
 @dataclass(frozen=True)

@@ -51,14 +51,7 @@ from torch_lawa.units import format_bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "Evaluator",
-    "SweepPlan",
-    "SweepWindow",
-    "plan_sweep",
-    "run_sweep",
-    "sweep_checkpoints",
-]
+__all__ = ["plan_sweep", "run_sweep", "sweep_checkpoints"]
 
 Evaluator = Callable[["dict[str, Tensor]"], Mapping[str, Any]]
 

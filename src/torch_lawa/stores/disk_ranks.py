@@ -17,7 +17,7 @@ from torch_lawa.errors import StoreError
 from torch_lawa.ranks.agreement import all_gather
 from torch_lawa.stores.disk_manifest import MANIFEST, Manifest, Mark
 
-__all__ = ["SPARE", "Agreement", "RankContents", "Ranks", "agree"]
+__all__ = ["SPARE", "RankContents", "Ranks", "agree"]
 
 SPARE = 2
 

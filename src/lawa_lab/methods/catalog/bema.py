@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     from torch_lawa.averager_protocol import Averager
 
-__all__ = ["Bema"]
-
 
 @register_method
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from torch_lawa.averager_protocol import Averager
 
-__all__ = ["HorizonWindow"]
-
 
 @register_method
 @dataclass(frozen=True)

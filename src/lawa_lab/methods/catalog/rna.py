@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from torch_lawa.averager import LatestWeightAverager
     from torch_lawa.averager_protocol import Averager
 
-__all__ = ["Rna", "RnaPerTensor"]
-
 
 @register_method
 @dataclass(frozen=True)

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from torch_lawa.averager import LatestWeightAverager
     from torch_lawa.averager_protocol import Averager
 
-__all__ = ["SwagSample"]
-
 
 @register_method
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ from typing import ClassVar
 from lawa_lab.wrappers.base import BuiltWrapper, Gradient, Step, WrappedRun
 from lawa_lab.wrappers.registry import Wrapper, register_wrapper
 
-__all__ = ["EmaNesterov"]
-
 
 @register_wrapper
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ from lawa_lab.wrappers.base import WrappedRun
 from lawa_lab.wrappers.outer_step import OuterStep
 from lawa_lab.wrappers.registry import Wrapper, register_wrapper
 
-__all__ = ["Lookahead"]
-
 
 @register_wrapper
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ from typing import Any, ClassVar
 from lawa_lab.wrappers.base import BuiltWrapper, Gradient, Step, WrappedRun
 from lawa_lab.wrappers.registry import Wrapper, register_wrapper
 
-__all__ = ["Rescue"]
-
 
 @register_wrapper
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch_lawa.checkpoints.storage.atomic import TEMPORARY
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location, parse_location
 from torch_lawa.errors import ConfigError, FormatError
 
-__all__ = ["POINTERS", "Expansion", "expand"]
+__all__ = ["POINTERS", "expand"]
 
 POINTERS = ("latest", "latest_universal")  # with the name of DeepSpeed's newest checkpoint
 _MAX_NAME = 4096

@@ -19,7 +19,7 @@ from torch_lawa.checkpoints.formats.registry import file_suffixes, format_of_fol
 from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import FormatError
 
-__all__ = ["Candidate", "FolderContents", "describe_left_out", "examine", "examine_run"]
+__all__ = ["Candidate", "FolderContents", "describe_left_out", "examine_run"]
 
 _DEPTH = 3  # RUN/iter_0001000/mp_rank_00/model_optim_rng.pt
 _MANY_FOLDERS = 64  # a sub-folder with more sub-folders than this contains data

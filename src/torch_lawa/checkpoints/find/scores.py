@@ -20,7 +20,7 @@ from torch_lawa.errors import ConfigError, FormatError
 from torch_lawa.metrics import read_metrics
 from torch_lawa.validation import one_of
 
-__all__ = ["BestCheckpoints", "Mode", "choose_best", "find_scores", "mode_of"]
+__all__ = ["Mode", "choose_best", "find_scores", "mode_of"]
 
 Mode = Literal["min", "max"]
 Number = tuple[str, int]  # "step" or "epoch", and which

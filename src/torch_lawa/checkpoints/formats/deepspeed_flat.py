@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch_lawa.checkpoints.storage.paths import Location
     from torch_lawa.mean.kernels import Bytes
 
-__all__ = ["FlatTensor", "FlatVector", "Part", "PartitionedVector", "Readable", "read_flat"]
+__all__ = ["FlatTensor", "FlatVector", "Part", "PartitionedVector", "read_flat"]
 
 
 class Readable(Protocol):

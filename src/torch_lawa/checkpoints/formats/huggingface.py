@@ -22,7 +22,6 @@ __all__ = [
     "FOLDER_PARTS",
     "INDEXES",
     "WEIGHTS",
-    "ShardedCheckpoint",
     "find_weights_file",
     "open_folder",
     "read_json",

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from torch_lawa.mean.kernels import Bytes
 
 __all__ = [
-    "KEY_MAP",
     "PROVENANCE_FILE",
     "OrbaxCheckpoint",
     "Rows",

@@ -27,7 +27,7 @@ from torch_lawa.mean.dtypes import DTYPES
 if TYPE_CHECKING:
     from torch_lawa.mean.kernels import Bytes
 
-__all__ = ["Header", "SafetensorsFile", "encode_header", "parse_header", "read_header"]
+__all__ = ["Header", "SafetensorsFile", "encode_header", "read_header"]
 
 _MAX_HEADER = 100 * 1024 * 1024  # the format's own limit
 _MAX_DIMS, _MAX_SIZE = 1024, 2**63

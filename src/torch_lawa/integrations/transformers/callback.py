@@ -30,7 +30,7 @@ from torch_lawa.stores.base import Store
 from torch_lawa.validation import one_of
 from torch_lawa.window_choice import WindowChoice, WindowSearch, newest_is_live, search_for
 
-__all__ = ["CollectStrategy", "LatestWeightAveragingCallback", "Metrics", "selects_average"]
+__all__ = ["LatestWeightAveragingCallback", "Metrics", "selects_average"]
 
 CollectStrategy: TypeAlias = Literal["save", "steps", "epoch"]
 Metrics: TypeAlias = Literal["both", "averaged"]

@@ -24,14 +24,7 @@ from torch_lawa.offline.engine import Meter, in_threads
 from torch_lawa.offline.inspecting.text import aligned, labelled, plain, shortened, wrapped
 from torch_lawa.units import format_bytes
 
-__all__ = [
-    "DTypeCount",
-    "Inspection",
-    "RunInspection",
-    "find_one",
-    "inspect_checkpoint",
-    "inspect_path",
-]
+__all__ = ["Inspection", "RunInspection", "find_one", "inspect_checkpoint", "inspect_path"]
 
 _LISTED = 100  # files of a checkpoint
 _OPENING = 8  # checkpoints of a run that are opened at the same time

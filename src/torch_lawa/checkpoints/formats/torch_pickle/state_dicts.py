@@ -14,7 +14,6 @@ from torch_lawa.errors import FormatError
 
 __all__ = [
     "PROGRESS_KEYS",
-    "WEIGHT_KEYS",
     "FoundWeights",
     "find_progress",
     "find_weights",
