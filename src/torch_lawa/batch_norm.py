@@ -17,7 +17,7 @@ from torch_lawa.shards import local
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["recalibrate_batch_norm"]
+__all__ = ["recalibrate_batch_norm", "run_completely"]
 
 
 def recalibrate_batch_norm(
@@ -72,11 +72,7 @@ def recalibrate_batch_norm(
                 "the loader gave no batches, so the BatchNorm statistics are unchanged. Pass a "
                 "loader that can be iterated again (not an exhausted iterator)."
             )
-        try:
-            seen.write()
-        except BaseException:  # Ctrl-C in the middle: once more, and whole
-            seen.write()
-            raise
+        run_completely(seen.write)
     return num_used
 
 
@@ -158,6 +154,15 @@ class _Seen:
         return numbers.repeat_interleave(torch.tensor(self._lengths)).to(self._sums.device)
 
 
+def run_completely(act: Callable[[], None]) -> None:
+    """Call it; if Ctrl-C interrupts it in the middle, call it once more before that is raised."""
+    try:
+        act()
+    except BaseException:
+        act()
+        raise
+
+
 @contextlib.contextmanager
 def _estimating(model: nn.Module, layers: list[_BatchNorm]) -> Iterator[None]:
     """Only `layers` are in training mode, with a momentum of 1; restored at the end."""
@@ -182,11 +187,7 @@ def _estimating(model: nn.Module, layers: list[_BatchNorm]) -> Iterator[None]:
             layer.momentum = 1.0
         yield
     finally:
-        try:
-            restore()
-        except BaseException:  # Ctrl-C in the middle: once more, and whole
-            restore()
-            raise
+        run_completely(restore)
 
 
 def _forward(model: nn.Module) -> Callable[[nn.Module, Any], Any]:

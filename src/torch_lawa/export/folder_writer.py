@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -34,18 +33,16 @@ class FolderWriter:
         _refuse(folder, overwrite)
         self._target, self._plan, self._overwrite = folder, plan, overwrite
         self._stack = ExitStack()
-        self._sink: FolderSink | None = None
 
     def __enter__(self) -> "FolderWriter":
-        try:
+        with ExitStack() as stack:
             with self._explained():
                 self._target.parent.mkdir(parents=True, exist_ok=True)
-                self._aside = self._stack.enter_context(staging(self._target))
+                self._aside = stack.enter_context(staging(self._target))
                 require_space(self._target.parent, self._plan.num_bytes)
                 self._sink = FolderSink(self._aside, self._lay_files())
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
+                stack.callback(self._sink.close)
+            self._stack = stack.pop_all()
         return self
 
     def _lay_files(self) -> dict[str, dict[str, int]]:
@@ -60,7 +57,6 @@ class FolderWriter:
 
     def write(self, tensor: ExportedTensor, value: Tensor) -> None:
         """Write all values of one tensor."""
-        assert self._sink is not None
         if value.numel():
             flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
             with self._explained():
@@ -91,14 +87,7 @@ class FolderWriter:
                 is_outdated=is_checkpoint_file,
             )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._sink is not None:
-            self._sink.close()
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     @contextlib.contextmanager

@@ -5,7 +5,7 @@ The steps are functions of their own: `multi_process.py` builds the same run fro
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +56,20 @@ class Result:
     seconds: float
     # Tensors whose mean holds NaN or Inf: an input does, or the result's dtype is too narrow.
     not_finite: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, plan: AveragePlan, started: float, engine_seconds: float, not_finite: Iterable[str]
+    ) -> "Result":
+        """The result of a plan that was begun when `time.perf_counter` returned `started`."""
+        return cls(
+            location=plan.output.location,
+            bytes_read=plan.bytes_read,
+            bytes_written=plan.bytes_written,
+            engine_seconds=engine_seconds,
+            seconds=time.perf_counter() - started,
+            not_finite=tuple(not_finite),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """For programs."""
@@ -165,14 +179,7 @@ def run_average(
             spans = whole(tensor for file in sink.files for tensor, _ in file.tensors)
             not_finite = run(opened, plan.weights, spans, sink, threads=threads, meter=meter)
             engine_seconds = time.perf_counter() - before
-    return Result(
-        location=plan.output.location,
-        bytes_read=plan.bytes_read,
-        bytes_written=plan.bytes_written,
-        engine_seconds=engine_seconds,
-        seconds=time.perf_counter() - started,
-        not_finite=tuple(not_finite),
-    )
+    return Result.of(plan, started, engine_seconds, not_finite)
 
 
 def open_inputs(plan: AveragePlan, stack: ExitStack, threads: int | None) -> list[Checkpoint]:

@@ -103,14 +103,8 @@ def average_as_rank_0(
             engine_seconds = time.perf_counter() - before
         with contextlib.suppress(RankError, OutputError):  # too late for a rank to fail
             ranks.exchange(_PUBLISHED)
-    return Result(
-        location=plan.output.location,
-        bytes_read=plan.bytes_read,
-        bytes_written=plan.bytes_written,
-        engine_seconds=engine_seconds,
-        seconds=time.perf_counter() - started,
-        not_finite=tuple(sorted({name for names in not_finite for name in names})),
-    )
+    names = sorted({name for found in not_finite for name in found})
+    return Result.of(plan, started, engine_seconds, names)
 
 
 def average_as_other_rank(

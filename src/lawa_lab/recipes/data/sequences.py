@@ -62,3 +62,17 @@ class Sequences:
         order = torch.randperm(len(self), generator=generator).to(self._rows.device)
         for number in range(first, len(self) // size):
             yield number, self[order[number * size : (number + 1) * size][share]]
+
+    def in_order(
+        self, size: int, num_rows: int, rank: int, world_size: int
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """A rank's numbered batches of the first `num_rows` rows, and which rows of them count.
+
+        Every rank gets the same number of batches of `size` rows: a distributed model may
+        synchronise in every call, and a compiled one would be recompiled for another size. Rows
+        that only fill up the last batches do not count.
+        """
+        num_rounds = -(-num_rows // (size * world_size))
+        for number in range(rank, num_rounds * world_size, world_size):
+            rows = torch.arange(number * size, (number + 1) * size)
+            yield number, self[rows % num_rows], (rows < num_rows).to(self._device)

@@ -74,14 +74,11 @@ class LanguageTask:
         worker, length = self._worker, self._config.sequence_length
         num_rows = min(len(sequences), max(1, self._config.evaluation_tokens // length))
         size = min(max(1, self.evaluated_at_once // length), num_rows)
-        num_rounds = -(-num_rows // (size * worker.world_size))
         sums = torch.zeros(2, dtype=torch.float64, device=worker.device)
-        # Every rank runs the same number of batches of one size: a distributed model may
-        # synchronise in every call, and a compiled one would be recompiled for another size.
-        for number in range(worker.rank, num_rounds * worker.world_size, worker.world_size):
-            rows = torch.arange(number * size, (number + 1) * size)
-            losses = model(*_shifted(sequences[rows % num_rows]), per_token=True)
-            counted = (rows < num_rows).to(worker.device).unsqueeze(1).expand_as(losses)
+        batches = sequences.in_order(size, num_rows, worker.rank, worker.world_size)
+        for _, rows, used in batches:
+            losses = model(*_shifted(rows), per_token=True)
+            counted = used.unsqueeze(1).expand_as(losses)
             sums += torch.stack(((losses.double() * counted).sum(), counted.sum()))
         loss, num_tokens = worker.total(sums.tolist())
         return loss / num_tokens

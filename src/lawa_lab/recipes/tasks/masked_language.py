@@ -96,16 +96,12 @@ class MaskedLanguageTask:
         """
         worker, num_rows = self._worker, len(self._valid)
         size = min(max(1, self.evaluated_at_once // self._config.sequence_length), num_rows)
-        num_rounds = -(-num_rows // (size * worker.world_size))
         sums = torch.zeros(3, dtype=torch.float64, device=worker.device)
-        # Every rank runs the same number of batches of one size: a distributed model may
-        # synchronise in every call, and a compiled one would be recompiled for another size.
-        # Padding is not counted.
-        for number in range(worker.rank, num_rounds * worker.world_size, worker.world_size):
-            rows = torch.arange(number * size, (number + 1) * size)
+        batches = self._valid.in_order(size, num_rows, worker.rank, worker.world_size)
+        for number, rows, used in batches:
             generator = seeded(worker.device, _EVALUATION_SEED, number)
-            inputs, labels = self._masked(self._valid[rows % num_rows], generator)
-            labels[(rows >= num_rows).to(worker.device)] = IGNORED
+            inputs, labels = self._masked(rows, generator)
+            labels[~used] = IGNORED
             losses, hits = model(inputs, labels, per_token=True)
             sums += torch.stack((losses.double().sum(), hits.sum(), (labels != IGNORED).sum()))
         loss, num_hits, num_chosen = self._worker.total(sums.tolist())

@@ -191,13 +191,12 @@ class LatestWeightAveragingCallback(TrainerCallback):
 
     def newest_is_trained(self, trainer: Trainer) -> bool:
         """Whether the newest snapshot will be evaluated anyway, as the trained weights."""
-        model: nn.Module = trainer.model  # type: ignore[assignment]  # may be None for Trainer
+        model, group = _model_and_group(trainer)
         # Schedule-free optimizers change the weights for an evaluation. Accelerate wraps them all.
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         changes = callable(getattr(optimizer, "eval", None))
         if changes or self._batch_norm.needed(model):
             return False
-        group = torch.distributed.group.WORLD if trainer.args.world_size > 1 else None
         return newest_is_live(self.averager, model, group)
 
     def choose(
@@ -213,8 +212,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
                 )
         values = {k: float(found[self.monitor]) for k, found in metrics.items()}
         k = self.search.decide(values)
-        group = torch.distributed.group.WORLD if trainer.args.world_size > 1 else None
-        model: nn.Module = trainer.model  # type: ignore[assignment]  # may be None for Trainer
+        model, group = _model_and_group(trainer)
         check_same_choice(model, k, group)
         self.choice = WindowChoice(k, values[k], values, seconds)
         return k
@@ -369,8 +367,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
                     if hasattr(loader, "end"):
                         loader.end()  # Accelerate keeps loaders that were not iterated to the end
 
-        model: nn.Module = trainer.model  # type: ignore[assignment]  # may be None for Trainer
-        group = torch.distributed.group.WORLD if trainer.args.world_size > 1 else None
+        model, group = _model_and_group(trainer)
         self._batch_norm.put_into(model, self.averager, batches, forward, k=self.k, group=group)
 
     def _begin(self, model: nn.Module, *, resuming: bool) -> None:
@@ -472,6 +469,12 @@ class LatestWeightAveragingCallback(TrainerCallback):
 def selects_average(metric: str) -> bool:
     """Whether this names a metric of the average, as `metrics="both"` reports it."""
     return metric.removeprefix("eval_").startswith("averaged_")
+
+
+def _model_and_group(trainer: Trainer) -> "tuple[nn.Module, torch.distributed.ProcessGroup | None]":
+    """The trainer's model, and the group of its ranks if there are several."""
+    model: nn.Module = trainer.model  # type: ignore[assignment]  # may be None for Trainer
+    return model, torch.distributed.group.WORLD if trainer.args.world_size > 1 else None
 
 
 def _saves(args: TrainingArguments) -> str:
