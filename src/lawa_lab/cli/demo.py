@@ -153,8 +153,7 @@ def _show(folders: list[Path], output: Path, begin: float, *, as_json: bool) -> 
 
     from rich.console import Console
 
-    from lawa_lab.cli.frontier_tables import equal_budget_table, equal_quality_table
-    from lawa_lab.cli.report_tables import say
+    from lawa_lab.cli.report_tables import equal_budget_table, equal_quality_table, say
 
     console = Console(highlight=False)
     for metric, frontier in frontiers[:1]:

@@ -9,15 +9,22 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from lawa_lab.cli.frontier_tables import equal_budget_table, equal_quality_table
 from lawa_lab.report import frontier_words, words
 from lawa_lab.report.curves import Axis, Metric
-from lawa_lab.report.frontier import Frontier
+from lawa_lab.report.frontier import EqualBudget, Frontier
+from lawa_lab.report.page_tables import best_values, quality_cells
 from lawa_lab.report.savings import Mean, Saving
 from lawa_lab.report.summary import MainRow, MetricReport, RecipeReport, Report, RunRow, WindowRow
 from lawa_lab.report.words import say_axis, say_duration, say_mean, say_number, say_value
 
-__all__ = ["AVERAGED_STYLE", "RAW_STYLE", "say", "show_report"]
+__all__ = [
+    "AVERAGED_STYLE",
+    "RAW_STYLE",
+    "equal_budget_table",
+    "equal_quality_table",
+    "say",
+    "show_report",
+]
 
 RAW_STYLE, AVERAGED_STYLE = "dark_orange", "dodger_blue1"
 _WIDE = 100  # columns from which on the range over seeds and the steps are shown too
@@ -102,6 +109,44 @@ def _show_frontier(
     for note in frontier_words.notes(metric, frontier):
         say(console, note)
     console.print("\nInside one run", style="bold")
+
+
+def equal_budget_table(metric: Metric, frontier: Frontier, *, wide: bool = False) -> Table:
+    """One row per method, one column per budget; the best of each column is bold."""
+    table = _table()
+    table.add_column(f"{say_axis(frontier.axis)} of training")
+    for budget in frontier.budgets:
+        table.add_column(say_number(budget), justify="right")
+    best = best_values(metric, frontier)
+    for row in frontier.equal_budget:
+        cells = []
+        for value, top in zip(row.values, best, strict=True):
+            mean = None if value is None else value.mean
+            text = say_mean(metric, value) if wide else say_value(metric, mean)
+            cells.append(f"[bold]{text}[/bold]" if mean is not None and mean == top else text)
+        table.add_row(escape(_name(row)), *cells)
+    return table
+
+
+def equal_quality_table(metric: Metric, frontier: Frontier) -> Table:
+    """One row per annealed run: where the main average has its final quality, seed by seed."""
+    rows = [row for row in frontier.equal_quality if row.main]
+    timed = any(row.saving.seconds for row in rows)
+    counted = any(row.saving.gpu_hours for row in rows)
+    table = _table()
+    table.add_column("annealed run")
+    heads = ["final", "its length", "average has it at (seeds)", "saved"]
+    for name in [*heads, *["time saved"] * timed, *["GPU-h"] * counted]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        cells = quality_cells(metric, frontier, row, timed=timed, hours=counted)
+        del cells[4]  # what is saved is given in percent
+        table.add_row(*map(escape, cells))
+    return table
+
+
+def _name(row: EqualBudget) -> str:
+    return f"constant rate, {row.label}" if row.kind in ("anytime", "raw") else row.label
 
 
 def _caption(row: MainRow, several: bool) -> str:

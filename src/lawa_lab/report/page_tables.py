@@ -7,7 +7,7 @@ from lawa_lab.report import frontier_words, words
 from lawa_lab.report.curves import Metric
 from lawa_lab.report.frontier import EqualBudget, EqualQuality, Frontier
 
-__all__ = ["PageTable", "frontier_tables"]
+__all__ = ["PageTable", "best_values", "frontier_tables", "quality_cells"]
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,17 @@ def _grouped(frontier: Frontier) -> list[tuple[str, list[EqualBudget]]]:
     return [(text, rows) for text, rows in found if rows]
 
 
-def _equal_budget(metric: Metric, frontier: Frontier, folded: bool) -> PageTable:
-    """Mean and standard deviation; the best of each column is marked."""
-    best = [
+def best_values(metric: Metric, frontier: Frontier) -> list[float | None]:
+    """The best mean at each budget."""
+    return [
         metric.best(value.mean for row in frontier.equal_budget if (value := row.values[index]))
         for index in range(len(frontier.budgets))
     ]
+
+
+def _equal_budget(metric: Metric, frontier: Frontier, folded: bool) -> PageTable:
+    """Mean and standard deviation; the best of each column is marked."""
+    best = best_values(metric, frontier)
     groups: list[tuple[str | None, list[list[str]]]] = []
     for text, rows in _grouped(frontier):
         lines = []
@@ -88,15 +93,16 @@ def _equal_quality(
         lines = []
         for row in rows:
             if row.average == label:
-                lines.append(_quality_cells(metric, frontier, row, timed=timed, hours=hours))
+                lines.append(quality_cells(metric, frontier, row, timed=timed, hours=hours))
         groups.append((label, lines))
     caption = f"Budget at equal quality{which}: {words.plain(metric.name)}"
     return PageTable(caption, head, groups, folded)
 
 
-def _quality_cells(
+def quality_cells(
     metric: Metric, frontier: Frontier, row: EqualQuality, *, timed: bool, hours: bool
 ) -> list[str]:
+    """What it took to have the final quality of one annealed run; of means, those of all seeds."""
     saving = row.saving
     amount = saving.on(frontier.axis) if saving.num_both == saving.num_seeds else None
     saved, percent = (
