@@ -10,7 +10,7 @@ the peak that is best for it.
 """
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -174,6 +174,7 @@ class _Model:
         curves = [curve for run in runs if run.anytime for curve in self._curves(run)]
         self.annealed = self._with_best_points(points)
         self.curves = self._with_best_curves(curves)
+        self.main = next((curve for curve in self.curves if curve.main), None)
         self.budgets = tuple(sorted({point.budget for point in self.annealed}))
 
     # ------------------------------------------------------------ points and curves
@@ -307,18 +308,8 @@ class _Model:
         labels = dict.fromkeys(point.label for point in self.annealed)
         for label in labels:
             own = {p.budget: p for p in self.annealed if p.label == label and p.best_peak}
-            seeds = dict.fromkeys(seed for point in own.values() for seed in point.by_seed)
-            yield EqualBudget(
-                label=label,
-                kind="annealed",
-                values=tuple(own[b].raw if b in own else None for b in self.budgets),
-                by_seed={
-                    seed: tuple(
-                        own[b].by_seed.get(seed) if b in own else None for b in self.budgets
-                    )
-                    for seed in seeds
-                },
-            )
+            finals = {budget: point.by_seed for budget, point in own.items()}
+            yield self._budgets_of(label, "annealed", finals)
             averages = {b: self._average_ends(point) for b, point in own.items()}
             if any(averages.values()):
                 yield self._budgets_of(f"{label}, its average", "annealed average", averages)
@@ -338,7 +329,7 @@ class _Model:
                 yield self._budgets_of(curve.label, kind, values)
 
     def _budgets_of(
-        self, label: str, kind: Kind, values: dict[float, dict[Any, float | None]]
+        self, label: str, kind: Kind, values: Mapping[float, Mapping[Any, float | None]]
     ) -> EqualBudget:
         seeds = dict.fromkeys(seed for each in values.values() for seed in each)
         return EqualBudget(
@@ -371,21 +362,19 @@ class _Model:
 
         The best is the one whose raw weights have the best mean.
         """
-        main = next((curve for curve in self.curves if curve.main), None)
-        for budget in reversed(self.budgets) if main else ():
-            here = [p for p in self.annealed if p.budget == budget]
-            sign = 1.0 if self.metric.better == "lower" else -1.0
-            for point in sorted(here, key=lambda p: sign * p.raw.mean):
-                for found in self._equal(point, main, "annealed") if main else ():
-                    return found
+        if self.main is None:
+            return None
+        sign = 1.0 if self.metric.better == "lower" else -1.0
+        for point in sorted(self.annealed, key=lambda p: (-p.budget, sign * p.raw.mean)):
+            for found in self._equal(point, self.main, "annealed"):
+                return found
         return None
 
     def leads(self) -> Iterable[Lead]:
         """At each budget that the main average has a value for."""
-        main = next((curve for curve in self.curves if curve.main), None)
-        if main is None:
+        if self.main is None:
             return
-        curves = self.runs[main.run].curves(main.series, self.metric, self.axis)
+        curves = self.runs[self.main.run].curves(self.main.series, self.metric, self.axis)
         sign = 1.0 if self.metric.better == "lower" else -1.0
         for budget in self.budgets:
             here = [p for p in self.annealed if p.budget == budget]

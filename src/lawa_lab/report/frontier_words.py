@@ -42,15 +42,13 @@ def headline(recipe: str, metric: Metric, frontier: Frontier) -> str:
     longest: dict[str, EqualQuality] = {}
     for row in frontier.equal_quality:
         if row.main and row.kind == "annealed" and row.annealed != found.annealed:
-            longest[row.annealed] = max(longest.get(row.annealed, row), row, key=_budget)
+            longest[row.annealed] = max(
+                longest.get(row.annealed, row), row, key=lambda each: each.budget
+            )
     begin = f"{recipe}: the average of one constant-rate run"
     sentences = [f"{begin} {_at_quality(metric, found, frontier.axis)}"]
     sentences += [f"It {_at_quality(metric, row, frontier.axis)}" for row in longest.values()]
     return " ".join(sentences)
-
-
-def _budget(row: EqualQuality) -> float:
-    return row.budget
 
 
 def _at_quality(metric: Metric, row: EqualQuality, axis: Axis) -> str:
