@@ -9,7 +9,6 @@ from lawa_lab.methods.fitting import FittingData
 from lawa_lab.methods.ring import RingAverage
 from torch_lawa.errors import ConfigError
 from torch_lawa.offline.average import average_checkpoints
-from torch_lawa.offline.options import DEFAULTS, AverageOptions
 
 __all__ = ["GreedySoup", "greedy_members", "greedy_soup"]
 
@@ -56,7 +55,6 @@ def greedy_soup(
     checkpoints: Sequence[str | os.PathLike[str]],
     evaluate: Callable[[Path], float],
     output: str | os.PathLike[str],
-    options: AverageOptions = DEFAULTS,
 ) -> list[int]:
     """Write the greedy soup of checkpoint files, of one run or of several; returns its members.
 
@@ -67,7 +65,7 @@ def greedy_soup(
         raise ConfigError("greedy_soup: give the checkpoints to choose from.")
 
     def averaged(members: Sequence[int], to: Path) -> Path:
-        average_checkpoints([checkpoints[member] for member in members], to, options=options)
+        average_checkpoints([checkpoints[member] for member in members], to)
         return to
 
     with tempfile.TemporaryDirectory() as scratch:

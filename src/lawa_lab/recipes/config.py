@@ -36,7 +36,6 @@ def setting(
     help: str,
     *,
     minimum: float | None = None,
-    maximum: float | None = None,
     below: float | None = None,
 ) -> Any:
     """A field of a configuration: its default, help text and bounds.
@@ -44,7 +43,7 @@ def setting(
     Without a `minimum`, an int must be at least 1 and a float above 0. A subclass that assigns a
     plain default (`epochs: int = 90`) inherits the help text and the bounds.
     """
-    bounds = {"minimum": minimum, "maximum": maximum, "below": below}
+    bounds = {"minimum": minimum, "below": below}
     return field(default=default, metadata={"help": help, **bounds})
 
 
@@ -217,7 +216,7 @@ def _metadata(cls: type[TrainConfig], name: str) -> Mapping[str, Any]:
 def _check(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
-    minimum, maximum, below = (bounds[end] for end in ("minimum", "maximum", "below"))
+    minimum, below = bounds["minimum"], bounds["below"]
     if minimum is None and isinstance(value, int):
         minimum = 1
     if not math.isfinite(value):
@@ -228,5 +227,3 @@ def _check(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
         raise ConfigError(f"{name}={value}: must be positive")
     if below is not None and value >= below:
         raise ConfigError(f"{name}={value}: must be below {below}")
-    if maximum is not None and value > maximum:
-        raise ConfigError(f"{name}={value}: must be at most {maximum}")

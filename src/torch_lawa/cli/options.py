@@ -13,6 +13,7 @@ from torch_lawa.offline.options import MAX_THREADS
 from torch_lawa.units import parse_bytes
 
 __all__ = [
+    "ParsedNumber",
     "average_options",
     "dry_run_option",
     "json_option",
@@ -23,14 +24,16 @@ __all__ = [
 ]
 
 
-class _Size(click.ParamType):  # type: ignore[type-arg]
-    """A number of bytes, such as 5GB."""
+class ParsedNumber(click.ParamType):  # type: ignore[type-arg]
+    """A number that a function reads from text, such as the bytes of 5GB."""
 
-    name = "size"
+    def __init__(self, name: str, parse: Callable[[str], int]) -> None:
+        self.name, self._parse = name, parse
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        """The number; what cannot be read is a usage error."""
         try:
-            return value if isinstance(value, int) else parse_bytes(value)
+            return value if isinstance(value, int) else self._parse(value)
         except ConfigError as error:
             self.fail(str(error), param, ctx)
 
@@ -102,7 +105,7 @@ _AVERAGE: dict[str, Decorator] = {
     ),
     "max_shard_size": click.option(
         "--max-shard-size",
-        type=_Size(),
+        type=ParsedNumber("size", parse_bytes),
         metavar="SIZE",
         help="Split the output into shards of at most SIZE, e.g. 5GB.",
     ),

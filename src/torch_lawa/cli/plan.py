@@ -3,14 +3,13 @@
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import Any
 
 import click
 
 from torch_lawa.capacity.estimate import TrainingRun, cost_of, parse_count
 from torch_lawa.capacity.fit import check_fit
 from torch_lawa.capacity.machine import RECORD, Machine
-from torch_lawa.cli.options import json_option
+from torch_lawa.cli.options import ParsedNumber, json_option
 from torch_lawa.errors import ConfigError
 
 __all__ = ["command"]
@@ -28,40 +27,25 @@ assumed ones, give your own values.
 """
 
 
-class _Count(click.ParamType):  # type: ignore[type-arg]
-    """A number of parameters, such as 70B."""
-
-    name = "count"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> int:
-        try:
-            return parse_count(str(value))
-        except ConfigError as error:
-            self.fail(str(error), param, ctx)
-
-
 def _machine_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add one option for each constant of `Machine`."""
     for item in reversed(dataclasses.fields(Machine)):
         about = item.metadata
+        default = f"{item.default:g} {about['unit']}".strip()
         command = click.option(
             f"--{item.name.replace('_', '-')}",
             type=float,
             default=item.default,
             metavar="X",
-            help=f"{about['what']}  [{_default(item.default, about['unit'])}; {about['source']}]",
+            help=f"{about['what']}  [{default}; {about['source']}]",
         )(command)
     return command
-
-
-def _default(value: Any, unit: str) -> str:
-    return f"{value:g} {unit}".strip()
 
 
 @click.command("plan", epilog=_EXAMPLES)
 @click.option(
     "--params",
-    type=_Count(),
+    type=ParsedNumber("count", parse_count),
     required=True,
     metavar="N",
     help="Number of parameters, such as 70e9, 70B or 1.3B.",

@@ -65,9 +65,8 @@ class Stopped(Exception):
 class Meter:
     """Bytes done and in total, for a progress bar; also how to stop the work."""
 
-    def __init__(self, total: int = 0) -> None:
-        self.total = total
-        self.done = 0
+    def __init__(self) -> None:
+        self.total = self.done = 0
         self.stopped = False
         self._lock = threading.Lock()
 

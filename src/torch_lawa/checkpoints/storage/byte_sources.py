@@ -179,12 +179,10 @@ class RemoteSource(ByteSource):
 
 
 class SourceFile(io.RawIOBase):
-    """A range of a source as a seekable file object, for `zipfile`."""
+    """A source as a seekable file object, for `zipfile`."""
 
-    def __init__(self, source: ByteSource, begin: int = 0, end: int | None = None) -> None:
-        self._source, self._begin = source, begin
-        self._size = (source.size if end is None else end) - begin
-        self._at = 0
+    def __init__(self, source: ByteSource) -> None:
+        self._source, self._at = source, 0
 
     def readable(self) -> bool:
         """Always true."""
@@ -200,16 +198,15 @@ class SourceFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = 0) -> int:
         """Move to `offset` from the start, from here, or from the end."""
-        base = (0, self._at, self._size)[whence]
+        base = (0, self._at, self._source.size)[whence]
         if base + offset < 0:
             raise ValueError("seek before the start of the file")
         self._at = base + offset
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Read into `buffer`, up to the end of the range."""
-        n = max(0, min(len(buffer), self._size - self._at))
-        start = self._begin + self._at
-        memoryview(buffer).cast("B")[:n] = self._source.view(start, start + n).data
+        """Read into `buffer`, up to the end."""
+        n = max(0, min(len(buffer), self._source.size - self._at))
+        memoryview(buffer).cast("B")[:n] = self._source.view(self._at, self._at + n).data
         self._at += n
         return n
