@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.averager_state import without_newest
 from torch_lawa.errors import ConfigError, LawaError, StateError
+from torch_lawa.ranks.agreement import rank_and_size
 from torch_lawa.ranks.barrier import explain_missing_ranks
 from torch_lawa.selection import live_tensors, write_into
 from torch_lawa.shards import local
@@ -231,10 +232,7 @@ class SpikeRescue:
         return self._mean(float(finite), "SpikeRescue.restore") == 1.0
 
     def _mean(self, value: float, where: str) -> float:
-        dist = torch.distributed
-        if not (dist.is_available() and dist.is_initialized()):
-            return value
-        size = dist.get_world_size(self._group)
+        dist, size = torch.distributed, rank_and_size(self._group)[1]
         if size == 1:
             return value
         on_gpu = dist.get_backend(self._group) == "nccl"

@@ -22,7 +22,16 @@ __all__ = [
     "check_same_call",
     "check_same_choice",
     "check_same_decision",
+    "rank_and_size",
 ]
+
+
+def rank_and_size(group: "ProcessGroup | None" = None) -> tuple[int, int]:
+    """Of this process in a group, by default in all; without a process group, rank 0 of 1."""
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
 
 
 def all_gather(where: str, value: Any, group: "ProcessGroup | None" = None) -> list[Any]:
@@ -116,10 +125,7 @@ class FailTogether:
     """
 
     def __init__(self, *, per_process: bool = False) -> None:
-        dist = torch.distributed
-        shared = not per_process and dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if shared else 0
-        self.size = dist.get_world_size() if shared else 1
+        self.rank, self.size = (0, 1) if per_process else rank_and_size()
         self._settled = False  # whether the other ranks know how this ends, or can no longer learn
 
     @contextlib.contextmanager

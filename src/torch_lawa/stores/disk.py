@@ -21,6 +21,7 @@ from torch_lawa.checkpoints.formats.safetensors_torch import map_flat, spec_of, 
 from torch_lawa.checkpoints.storage.atomic import TEMPORARY, replacing
 from torch_lawa.checkpoints.storage.folder_lock import FolderLock
 from torch_lawa.errors import StoreError
+from torch_lawa.ranks.agreement import rank_and_size
 from torch_lawa.stores.base import (
     Buffer,
     Content,
@@ -460,7 +461,7 @@ class DiskStore(Store):
             self._lock.check()
             return
         if not self.per_process:
-            self._ranks = Ranks.now()
+            self._ranks = Ranks(*rank_and_size())
         self.folder = self._ranks.folder(self._root)
         self._ranks.refuse_other_windows(self._root)
         self._lock = FolderLock(self.folder, _BUSY)

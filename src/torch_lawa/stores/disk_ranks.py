@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from torch_lawa.errors import StoreError
 from torch_lawa.ranks.agreement import all_gather
 from torch_lawa.stores.disk_manifest import MANIFEST, Manifest, Mark
@@ -56,14 +54,6 @@ class Ranks:
 
     rank: int
     size: int
-
-    @staticmethod
-    def now() -> "Ranks":
-        """That of the default process group; without one, rank 0 of 1."""
-        dist = torch.distributed
-        if dist.is_available() and dist.is_initialized():
-            return Ranks(dist.get_rank(), dist.get_world_size())
-        return Ranks(0, 1)
 
     def folder(self, root: Path) -> Path:
         """The folder of this rank's files."""

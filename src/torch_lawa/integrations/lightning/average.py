@@ -16,6 +16,7 @@ from torch import nn
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.batch_norm_cache import BatchNormCache
 from torch_lawa.errors import BatchNormError, ConfigError
+from torch_lawa.evaluation import evaluating
 from torch_lawa.integrations.cadence import Cadence
 from torch_lawa.integrations.lightning._compat import LightningModule, Trainer, rank_zero_warn
 from torch_lawa.integrations.lightning.loaders import second_pass
@@ -152,8 +153,7 @@ class ModuleAverage:
             return False
         model = trained_model(trainer)
         release_gathered(model)
-        group = torch.distributed.group.WORLD if trainer.world_size > 1 else None
-        return newest_is_live(self.averager, model, group)
+        return newest_is_live(self.averager, model, _group(trainer))
 
     def choose(
         self, trainer: Trainer, logged: Mapping[int, Mapping[str, Any]], spent: float
@@ -169,8 +169,7 @@ class ModuleAverage:
                 )
         measured = {k: float(values[self.monitor]) for k, values in logged.items()}
         k = self.search.decide(measured)
-        group = torch.distributed.group.WORLD if trainer.world_size > 1 else None
-        check_same_choice(trained_model(trainer), k, group)
+        check_same_choice(trained_model(trainer), k, _group(trainer))
         self.choice = WindowChoice(k, measured[k], measured, spent)
         return k
 
@@ -218,14 +217,8 @@ class ModuleAverage:
     def try_forward(self, trainer: Trainer, batch: Any) -> None:
         """Run a training batch as the re-estimation will, so that it fails at once or never."""
         module = trainer.lightning_module
-        modes = [(inside, inside.training) for inside in module.modules()]
-        try:
-            module.eval()
-            with preserved_rng(module.device), torch.no_grad():
-                self._run(trainer, batch)
-        finally:
-            for inside, training in modes:
-                inside.training = training
+        with evaluating(module), preserved_rng(module.device):
+            self._run(trainer, batch)
 
     def _put_batch_norm(self, trainer: Trainer) -> None:
         """Give the module, which holds the mean, the statistics for it."""
@@ -255,8 +248,9 @@ class ModuleAverage:
             ):
                 yield loader
 
-        group = torch.distributed.group.WORLD if trainer.world_size > 1 else None
-        self.batch_norm.put_into(module, self.averager, batches, forward, k=self.k, group=group)
+        self.batch_norm.put_into(
+            module, self.averager, batches, forward, k=self.k, group=_group(trainer)
+        )
 
     def _run(self, trainer: Trainer, batch: Any) -> None:
         try:
@@ -268,3 +262,8 @@ class ModuleAverage:
                 "batch of the train loader. Override `batch_norm_forward(pl_module, batch)` of the "
                 "callback, or set batch_norm_batches=0 to keep the newest snapshot's statistics."
             ) from error
+
+
+def _group(trainer: Trainer) -> "torch.distributed.ProcessGroup | None":
+    """The group of the trainer's ranks, if there are several."""
+    return torch.distributed.group.WORLD if trainer.world_size > 1 else None

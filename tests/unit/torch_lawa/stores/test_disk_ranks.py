@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torch_lawa import DiskStore, LatestWeightAverager
 from torch_lawa.errors import StoreError
+from torch_lawa.stores import disk
 from torch_lawa.stores.disk_manifest import Manifest, Mark
 from torch_lawa.stores.disk_ranks import RankContents, Ranks, agree
 
@@ -80,7 +81,7 @@ class Cluster:
         sent = [self.contents(rank) for rank in range(2)]
         self.patch.setattr(Ranks, "exchange", lambda ranks, mine: sent)
         for rank in range(2):
-            self.patch.setattr(Ranks, "now", staticmethod(lambda rank=rank: Ranks(rank, 2)))
+            self.patch.setattr(disk, "rank_and_size", lambda rank=rank: (rank, 2))
             averager = LatestWeightAverager(
                 k=self.k, store=DiskStore(self.root), min_snapshots=1, _sliding=rank == 1
             )
@@ -271,7 +272,7 @@ def test_windows_of_other_numbers_of_ranks_are_refused(tmp_path: Path) -> None:
 def test_an_averager_in_one_process_of_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Ranks, "now", staticmethod(lambda: Ranks(1, 4)))
+    monkeypatch.setattr(disk, "rank_and_size", lambda: (1, 4))
     averager = LatestWeightAverager(k=2, store=DiskStore(tmp_path, per_process=True))
     averager.collect({"w": torch.ones(3)})
     averager.wait()
