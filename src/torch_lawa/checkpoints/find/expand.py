@@ -21,7 +21,7 @@ from torch_lawa.checkpoints.find.step_names import (
     parse_name,
     reason_against,
 )
-from torch_lawa.checkpoints.formats.base import TrainingProgress
+from torch_lawa.checkpoints.formats.base import is_plain_name
 from torch_lawa.checkpoints.storage.atomic import TEMPORARY
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location, parse_location
 from torch_lawa.errors import ConfigError, FormatError
@@ -139,7 +139,7 @@ def _look(location: Location, notes: list[str]) -> Candidate | FolderContents:
 def _follow(pointer: Location) -> Location | None:
     """The folder beside a file that the file names; None if it names none."""
     name = pointer.read_bytes()[:_MAX_NAME].decode(errors="replace").strip()
-    if name in ("", ".", "..") or any(c in name for c in "/\\\0"):
+    if not is_plain_name(name):
         return None
     folder = pointer.parent.child(name)
     return folder if folder.is_folder() else None
@@ -175,7 +175,7 @@ def _unique(candidates: list[Candidate], notes: list[str]) -> list[Candidate]:
         names.setdefault(_identity(candidate.location), []).append(candidate)
     kept = []
     for same in names.values():
-        same.sort(key=lambda c: (parse_name(c.shown.name) == TrainingProgress(), _is_link(c.shown)))
+        same.sort(key=lambda c: (not parse_name(c.shown.name).known, _is_link(c.shown)))
         kept.append(same[0])
         others = {str(c.shown): None for c in same[1:] if c.shown != same[0].shown}
         if others:

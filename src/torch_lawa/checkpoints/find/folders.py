@@ -95,9 +95,7 @@ class FolderContents:
         if self.checkpoint is None:
             return bool(self.num_numbered or (self.entries and not self.runs))
         # A run may have one checkpoint so far, but the one in `step-500/model_0` is that folder's.
-        wraps = (
-            self.checkpoint != self.folder and parse_name(self.folder.name) == TrainingProgress()
-        )
+        wraps = self.checkpoint != self.folder and not parse_name(self.folder.name).known
         return wraps and self.num_numbered > 0
 
     @property
@@ -108,14 +106,14 @@ class FolderContents:
     @property
     def num_numbered(self) -> int:
         """How many entries have a step or an epoch in their name."""
-        return sum(found != TrainingProgress() for found in self.progress)
+        return sum(found.known for found in self.progress)
 
     def explain(self) -> str:
         """Explain why there is no checkpoint here, and what to do."""
         if self.foreign is not None:
             return f"{self.folder}: {self.foreign}."
         if self.runs:
-            if all(parse_name(name) != TrainingProgress() for name in self.runs):
+            if all(parse_name(name).known for name in self.runs):
                 pattern = self.folder.child("*").child("unet")
                 return (
                     f"{self.folder}: its checkpoints contain several models ({few(self.runs)}). "
@@ -172,7 +170,7 @@ def examine(folder: Location, depth: int = _DEPTH) -> FolderContents:
     for child in visible:
         if not (is_folder[child] or child.name in contents.own or re.fullmatch(parts, child.name)):
             _add_file(contents, child)
-    contents.series = any(parse_name(e.shown.name) != TrainingProgress() for e in contents.entries)
+    contents.series = any(parse_name(e.shown.name).known for e in contents.entries)
     if depth:
         _add_folders(contents, [child for child in visible if is_folder[child]], depth)
     if _TRACKER in names:
@@ -267,7 +265,7 @@ def _add_folder(contents: FolderContents, child: Location, depth: int) -> None:
         # If a checkpoint cannot be read, `--last N` must not silently take an older one instead.
         # Other folders may be unreadable, and the run may be deleting an old checkpoint.
         forbidden = isinstance(error, PermissionError)
-        if forbidden and parse_name(child.name) != TrainingProgress():
+        if forbidden and parse_name(child.name).known:
             raise
         if not forbidden and not isinstance(error, FileNotFoundError | NotADirectoryError):
             raise
@@ -284,7 +282,7 @@ def _add_folder(contents: FolderContents, child: Location, depth: int) -> None:
         contents.left_out[child.name] = inside.foreign
     elif inside.left_out:
         contents.left_out[child.name] = describe_left_out(inside.left_out)
-    elif parse_name(child.name) != TrainingProgress():
+    elif parse_name(child.name).known:
         contents.left_out[child.name] = "contains no weights"
 
 
@@ -328,7 +326,7 @@ def _may_be_run(folder: Location, folders: Sequence[Location]) -> bool:
 
     In `checkpoint-500` of Transformers' Trainer, `global_step500` is the same checkpoint again.
     """
-    numbered = parse_name(folder.name) != TrainingProgress()
+    numbered = parse_name(folder.name).known
     others = [f for f in folders if not (numbered and _DEEPSPEED.fullmatch(f.name))]
     return _name_steps(others)
 
@@ -336,4 +334,4 @@ def _may_be_run(folder: Location, folders: Sequence[Location]) -> bool:
 def _name_steps(locations: Sequence[Location]) -> bool:
     """Whether names beside a folder's own weights have steps."""
     found = parse_names([location.name for location in locations], alone=False)
-    return any(progress != TrainingProgress() for progress in found)
+    return any(progress.known for progress in found)

@@ -101,12 +101,12 @@ def _order_run(
     progress = parse_names([candidate.shown.name for candidate in candidates])
     where = "in the name"
     # A name without a step beside others with one is a copy or the best one: not worth opening.
-    if all(found == TrainingProgress() for found in progress):
+    if not any(found.known for found in progress):
         progress = [_read_progress(candidate.location, key) for candidate in candidates]
         where = "in the name or contents"
     pairs = list(zip(candidates, progress, strict=True))
-    unnumbered = [c.shown.name for c, found in pairs if found == TrainingProgress()]
-    numbered = [(c, found) for c, found in pairs if found != TrainingProgress()]
+    unnumbered = [c.shown.name for c, found in pairs if not found.known]
+    numbered = [(c, found) for c, found in pairs if found.known]
     if not numbered:
         raise FormatError(
             f"{run}: none of {few(unnumbered)} has a step or epoch {where}, so their order is not "
@@ -147,9 +147,9 @@ def _refuse_ties(run: Location, found: Sequence[FoundCheckpoint], by: Number) ->
 def _order_given(candidates: list[Candidate], notes: list[str], key: str | None) -> Discovery:
     progress = parse_names([candidate.shown.name for candidate in candidates], alone=False)
     for i, candidate in enumerate(candidates):
-        if progress[i] == TrainingProgress():
+        if not progress[i].known:
             progress[i] = _read_progress(candidate.location, key)
-        if progress[i] == TrainingProgress():  # checkpoint-500/unet
+        if not progress[i].known:  # checkpoint-500/unet
             progress[i] = parse_name(candidate.shown.parent.name)
     pairs = zip(candidates, progress, strict=True)
     found = tuple(FoundCheckpoint(c.location, p.step, p.epoch) for c, p in pairs)
@@ -167,7 +167,7 @@ def _order_given(candidates: list[Candidate], notes: list[str], key: str | None)
 
 
 def _why_unordered(progress: list[TrainingProgress]) -> str:
-    if all(p == TrainingProgress() for p in progress):
+    if not any(p.known for p in progress):
         return "no step or epoch in the names or contents"
     if any(all(getattr(p, by) is not None for p in progress) for by in _NUMBERS):
         return "several have the same step or epoch"

@@ -93,7 +93,7 @@ def parse_names(names: Sequence[str], *, alone: bool = True) -> list[TrainingPro
     [None, None]
     """
     spelled = [parse_name(name) for name in names]
-    if any(found != TrainingProgress() for found in spelled):
+    if any(found.known for found in spelled):
         return _with_epochs(names, spelled)
     bare = [_bare_number(stem_of(name)) for name in names]
     rests = [found[0] for found in bare if found is not None]

@@ -21,6 +21,7 @@ __all__ = [
     "TensorSpec",
     "TrainingProgress",
     "check_claims",
+    "is_plain_name",
     "is_text",
 ]
 
@@ -60,6 +61,11 @@ class TrainingProgress:
 
     step: int | None = None
     epoch: int | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a step or an epoch."""
+        return self.step is not None or self.epoch is not None
 
 
 @dataclass
@@ -123,6 +129,15 @@ def is_text(name: str) -> bool:
     (True, False)
     """
     return not any("\ud800" <= character <= "\udfff" for character in name)
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a name that a file gives is that of an entry of its folder, and leads nowhere else.
+
+    >>> is_plain_name("model.safetensors"), is_plain_name("../model.safetensors")
+    (True, False)
+    """
+    return name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
 
 
 def check_claims(checkpoint: Checkpoint, num_stored: int) -> None:

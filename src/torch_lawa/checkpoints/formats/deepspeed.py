@@ -21,6 +21,7 @@ from torch_lawa.checkpoints.formats.base import (
     TensorSpec,
     TrainingProgress,
     check_claims,
+    is_plain_name,
 )
 from torch_lawa.checkpoints.formats.deepspeed_files import RankFiles
 from torch_lawa.checkpoints.formats.deepspeed_flat import (
@@ -282,7 +283,7 @@ class _UniversalFolder:
         self._open: OrderedDict[Location, StoredTensor] = OrderedDict()
         self._lock = Lock()
         for name, shape in ((n, s) for group in shapes for n, s in group.items()):
-            if name in ("", ".", "..") or any(c in name for c in "/\\\0"):
+            if not is_plain_name(name):
                 raise FormatError(f"{folder}: the name {name!r:.200} is not that of a folder.")
             file = folder.child(name).child("fp32.pt")
             stored = self.load(file)

@@ -9,7 +9,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torch_lawa.checkpoints.formats.base import Checkpoint, TensorSpec, TrainingProgress
+from torch_lawa.checkpoints.formats.base import (
+    Checkpoint,
+    TensorSpec,
+    TrainingProgress,
+    is_plain_name,
+)
 from torch_lawa.errors import FormatError
 
 if TYPE_CHECKING:
@@ -91,7 +96,7 @@ def open_folder(folder: "Location", key: str | None = None) -> Checkpoint:
         return ShardedCheckpoint(folder, found, opener, progress)
     checkpoint = opener(found)
     checkpoint.location = folder
-    if progress != TrainingProgress():
+    if progress.known:
         checkpoint.progress = progress
     return checkpoint
 
@@ -133,7 +138,7 @@ class ShardedCheckpoint(Checkpoint):
             tensors=tensors,
             aliases=aliases,
             metadata=first.metadata,
-            progress=progress if progress != TrainingProgress() else first.progress,
+            progress=progress if progress.known else first.progress,
             notes=first.notes,
         )
 
@@ -189,15 +194,11 @@ def _weight_map(index: "Location") -> dict[str, str]:
     if not isinstance(found, dict) or not found:
         raise FormatError(f"{index}: has no weight_map, so it is not an index of shards.")
     for name, file in found.items():
-        if not isinstance(file, str) or not _is_plain_name(file):
+        if not isinstance(file, str) or not is_plain_name(file):
             raise FormatError(
                 f"{index}: maps {name!r} to {file!r}; a shard must be a file in the same folder."
             )
     return found
-
-
-def _is_plain_name(file: str) -> bool:
-    return file not in ("", ".", "..") and not any(c in file for c in "/\\\0")
 
 
 def _trainer_state(folder: "Location") -> TrainingProgress:

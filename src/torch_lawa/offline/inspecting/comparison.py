@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from torch_lawa.checkpoints.find.step_names import parse_name
-from torch_lawa.checkpoints.formats.base import Checkpoint, TrainingProgress
+from torch_lawa.checkpoints.formats.base import Checkpoint
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.mean.kernels import PIECE
 from torch_lawa.offline.engine import (
@@ -135,11 +135,11 @@ def _side(
     others: dict[str, str],
     other_ties: set[tuple[str, ...]],
 ) -> Side:
-    known = checkpoint.progress
+    progress = checkpoint.progress
     return Side(
         location=checkpoint.location,
         format=checkpoint.format,
-        progress=known if known != TrainingProgress() else parse_name(checkpoint.location.name),
+        progress=progress if progress.known else parse_name(checkpoint.location.name),
         only=tuple(name for name in names if name not in others),
         tied=tuple(sorted(_ties(checkpoint) - other_ties)),
     )

@@ -226,7 +226,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], key: str | None = None) -> 
     location, notes = find_one(path, key)
     with open_checkpoint(location, key=key) as opened:
         made = _read_provenance(opened)
-        known = opened.progress != TrainingProgress()
+        known = opened.progress.known
         return Inspection(
             location=location,
             format=opened.format,

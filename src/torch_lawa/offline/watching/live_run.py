@@ -7,7 +7,6 @@ from pathlib import Path
 from torch_lawa.checkpoints.find.folders import examine_run
 from torch_lawa.checkpoints.find.select import Discovery, FoundCheckpoint, find_checkpoints
 from torch_lawa.checkpoints.find.step_names import parse_name
-from torch_lawa.checkpoints.formats.base import TrainingProgress
 from torch_lawa.checkpoints.storage.paths import LocalPath, is_url, parse_location
 from torch_lawa.errors import ConfigError, FormatError, OutputError
 
@@ -56,11 +55,11 @@ class LiveRun:
                 f"{self.location}: this is one checkpoint. Give the folder of its run."
             )
         entry, progress = contents.entries[0], contents.progress[0]
-        if progress != TrainingProgress():
+        if progress.known:
             by = "epoch" if progress.step is None else "step"
             found = FoundCheckpoint(entry.location, progress.step, progress.epoch)
             return Discovery((found,), by, is_run=True)  # type: ignore[arg-type]
-        if parse_name(self.location.name) != TrainingProgress():
+        if parse_name(self.location.name).known:
             raise FormatError(f"{entry.location}: no step or epoch in its name.")
         return discovery  # its step was read from its contents
 
