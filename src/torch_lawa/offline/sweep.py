@@ -21,13 +21,13 @@ from torch_lawa.checkpoints.find.select import (
     select,
 )
 from torch_lawa.checkpoints.find.step_names import few
-from torch_lawa.checkpoints.formats.base import TensorSpec
+from torch_lawa.checkpoints.formats.base import Checkpoint, TensorSpec
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.storage.atomic import recover_all, staging
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location, parse_location
-from torch_lawa.coefficients import Uniform, name_coefficients
+from torch_lawa.coefficients import Uniform, Weights, name_coefficients
 from torch_lawa.errors import ConfigError, FormatError, OutputError
-from torch_lawa.mean.kernels import PIECE, make_pieces
+from torch_lawa.mean.kernels import PIECE, Bytes, Pieces, make_pieces
 from torch_lawa.metrics import MetricsWriter, Row, read_metrics
 from torch_lawa.offline.average import metadata_of
 from torch_lawa.offline.engine import (
@@ -43,7 +43,7 @@ from torch_lawa.offline.engine import (
 from torch_lawa.offline.inspecting.inspection import inspect_checkpoint
 from torch_lawa.offline.matching import PlannedTensor, match_tensors
 from torch_lawa.offline.options import DEFAULTS, AverageOptions, check_threads
-from torch_lawa.offline.output_files import writing
+from torch_lawa.offline.output_files import SafetensorsSink, writing
 from torch_lawa.offline.plan import Input, plan_found, plan_opened
 from torch_lawa.schedule import check_share, num_within
 from torch_lawa.units import format_bytes
@@ -200,8 +200,7 @@ def plan_sweep(
             f"--k {too_long[0]}, but the longest window has {most} of the {len(found)} checkpoints "
             f"that were found ({few(f.label for f in found)}). Use --k {most} or less."
         )
-    newest = found[windows[-1].end]
-    probe = plan_found([newest], LocalPath("sweep.safetensors"), options)
+    probe = plan_found([found[windows[-1].end]], LocalPath("sweep.safetensors"), options)
     tensors = {t.written: t.target for t in probe.tensors}
     return SweepPlan(tuple(found), windows, options, tensors, chosen.notes)
 
@@ -280,7 +279,7 @@ def run_sweep(
         known = set(made)
         left = [w for w in todo if w not in known]
         batches = list(_batches(left, plan, folder, keep=output is not None))
-        meter.total = sum(_bytes_read(batch, plan) for batch in batches)
+        meter.total = sum(len(_needed(batch)) for batch in batches) * plan.result_bytes
         for batch in (made, *batches):
             if batch is not made:
                 _make(plan, batch, locations, threads, meter)
@@ -384,10 +383,6 @@ def _needed(batch: Sequence[SweepWindow]) -> list[int]:
     return sorted({at for window in batch for at in window.positions})
 
 
-def _bytes_read(batch: Sequence[SweepWindow], plan: SweepPlan) -> int:
-    return len(_needed(batch)) * plan.result_bytes
-
-
 def _make(
     plan: SweepPlan,
     batch: Sequence[SweepWindow],
@@ -414,42 +409,54 @@ def _make(
             for w in batch
         ]
         sinks = [stack.enter_context(writing(p.output, metadata_of(p), p.aliases)) for p in plans]
-        ranges = [range(index[w.positions[0]], index[w.end] + 1) for w in batch]
-        windows = [(at, p.weights) for at, p in zip(ranges, plans, strict=True)]
+        windows = [
+            (range(index[w.positions[0]], index[w.end] + 1), p.weights)
+            for w, p in zip(batch, plans, strict=True)
+        ]
         tensors = plans[0].output.shards[0].tensors
         widest = max((value_width(t.target.dtype) for t in tensors), default=8)
         length = min(PIECE, max(1 << 12, _RESULTS // (len(batch) * widest)))
-        single = Uniform().weights(1)
-
-        def work(todo: Iterator[tuple[PlannedTensor, int, int]]) -> None:
-            pieces = make_pieces(length)
-            for tensor, first, last in todo:
-                code, target = tensor.source.dtype, tensor.target.dtype
-                begin, end = first * value_width(code), last * value_width(code)
-                meter.add((end - begin) * len(opened))
-                if tensor.rule == "newest":
-                    for at, sink in zip(ranges, sinks, strict=True):
-                        made = read_piece(opened[at[-1]], tensor.name, begin, end)
-                        if code != target:
-                            made = pieces.mean([made], single, code, target)
-                        else:  # the system cannot write from a mapping that has lost its file
-                            made = made.copy()
-                        sink.write(tensor.name, first * value_width(target), made)
-                    continue
-                raws = (read_piece(c, tensor.name, begin, end) for c in opened)
-                means = pieces.means(raws, windows, code, target)
-                for sink, made in zip(sinks, means, strict=True):
-                    sink.write(tensor.name, first * value_width(target), made)
-
+        work = _Pass(opened, windows, sinks, length, meter).run
         with refusing_changes(opened):
             in_threads(threads or default_threads(opened), pieces_of(tensors, length), work, meter)
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """A pass over open checkpoints, in which all windows are averaged into their sinks."""
+
+    opened: Sequence[Checkpoint]
+    windows: Sequence[tuple[range, Weights]]  # indices in `opened`
+    sinks: Sequence[SafetensorsSink]
+    length: int  # values of a piece
+    meter: Meter
+
+    def run(self, todo: Iterator[tuple[PlannedTensor, int, int]]) -> None:
+        """Average the pieces `todo`, in one thread."""
+        pieces = make_pieces(self.length)
+        for tensor, first, last in todo:
+            width = value_width(tensor.source.dtype)
+            begin, end = first * width, last * width
+            self.meter.add((end - begin) * len(self.opened))
+            results = self._newest if tensor.rule == "newest" else self._means
+            at = first * value_width(tensor.target.dtype)
+            for sink, made in zip(self.sinks, results(pieces, tensor, begin, end), strict=True):
+                sink.write(tensor.name, at, made)
+
+    def _means(self, pieces: Pieces, tensor: PlannedTensor, *span: int) -> Iterator[Bytes]:
+        raws = (read_piece(c, tensor.name, *span) for c in self.opened)
+        return pieces.means(raws, self.windows, tensor.source.dtype, tensor.target.dtype)
+
+    def _newest(self, pieces: Pieces, tensor: PlannedTensor, *span: int) -> Iterator[Bytes]:
+        code, target, single = tensor.source.dtype, tensor.target.dtype, Uniform().weights(1)
+        for at, _ in self.windows:
+            raw = read_piece(self.opened[at[-1]], tensor.name, *span)
+            # A copy: the system cannot write from a mapping that has lost its file.
+            yield raw.copy() if code == target else pieces.mean([raw], single, code, target)
+
+
 def _evaluate(
-    evaluator: Evaluator,
-    location: Location,
-    window: SweepWindow,
-    facts: Mapping[str, Any],
+    evaluator: Evaluator, location: Location, window: SweepWindow, facts: Mapping[str, Any]
 ) -> Row:
     from torch_lawa.checkpoints.formats.safetensors import read_header
     from torch_lawa.checkpoints.formats.safetensors_torch import load_tensors
