@@ -16,11 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from lawa_lab.methods.fitting import FittingData
+from lawa_lab.methods.rules import Recency
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.coefficients import Weights
 from torch_lawa.errors import ConfigError, NotReadyError, StateError
 
-__all__ = ["RingAverage", "RingWeights", "gram_matrices", "snapshots_of"]
+__all__ = [
+    "PhasedAverage",
+    "RingAverage",
+    "RingWeights",
+    "SampledAverage",
+    "gram_matrices",
+    "snapshots_of",
+]
 
 _CHUNK = 1 << 16  # values of each snapshot at a time
 
@@ -108,6 +116,43 @@ class RingAverage(abc.ABC):
                 f"at least {self._least}."
             )
         return self.weights
+
+
+class PhasedAverage(RingAverage):
+    """Of the uniform mean and the one that weights snapshot i by i, the better on validation.
+
+    Weights that favour recent snapshots are better early in a run.
+    """
+
+    def chosen(self, data: FittingData, n: int) -> Sequence[float]:
+        """Measure both."""
+        losses: dict[tuple[float, ...], float] = {}
+        for power in (0.0, 1.0):  # equal losses: uniform
+            weights = Recency(power).weights(n).numerators
+            with self.swapped(data.model, weights):
+                losses[weights] = data.validate()
+        return min(losses, key=losses.__getitem__)
+
+
+class SampledAverage(RingAverage):
+    """A SWAG sample: weights drawn around the mean of the snapshots, always those of one seed."""
+
+    def __init__(self, ring: LatestWeightAverager, *, kind: str, seed: int, scale: float) -> None:
+        super().__init__(ring, kind=kind, least=2)
+        self._seed, self._scale = seed, scale
+
+    def chosen(self, data: FittingData, n: int) -> Sequence[float]:
+        """All snapshots count the same."""
+        return [1.0] * n
+
+    def swapped_into(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Swap the sample into the model."""
+        n = len(self._required())
+        return self.ring.sampled_into(model, n, seed=self._seed, scale=self._scale)
+
+    def average(self) -> dict[str, Tensor]:
+        """The sample."""
+        return self.ring.sample(len(self._required()), seed=self._seed, scale=self._scale)
 
 
 def snapshots_of(ring: LatestWeightAverager, n: int) -> list[dict[str, Tensor]]:

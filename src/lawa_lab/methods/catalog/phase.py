@@ -20,6 +20,6 @@ class Phase(RingMethod):
 
     def read(self, ring: "LatestWeightAverager") -> "Averager":
         """Reads the run's own window."""
-        from lawa_lab.methods.phased import PhasedAverage
+        from lawa_lab.methods.ring import PhasedAverage
 
         return PhasedAverage(ring, kind=str(self))

@@ -29,6 +29,6 @@ class SwagSample(RingMethod):
 
     def read(self, ring: "LatestWeightAverager") -> "Averager":
         """Reads the run's own window."""
-        from lawa_lab.methods.sampled import SampledAverage
+        from lawa_lab.methods.ring import SampledAverage
 
         return SampledAverage(ring, kind=str(self), seed=int(self.seed), scale=self.scale)

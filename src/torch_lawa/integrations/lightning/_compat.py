@@ -15,7 +15,6 @@ __all__ = [
     "EvaluationLoop",
     "LightningModule",
     "Logger",
-    "Strategy",
     "Trainer",
     "rank_zero_warn",
 ]
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.loggers.logger import DummyLogger, Logger
     from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
-    from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
     from lightning_utilities.core.rank_zero import rank_zero_warn
 else:
@@ -53,5 +51,4 @@ else:
     CombinedLoader = _get(".utilities.combined_loader", "CombinedLoader")
     DummyLogger, Logger = (_get(".loggers.logger", name) for name in ("DummyLogger", "Logger"))
     EvaluationLoop = _get(".loops.evaluation_loop", "_EvaluationLoop")
-    Strategy = _get(".strategies", "Strategy")
     rank_zero_warn = _get(".utilities.rank_zero", "rank_zero_warn")

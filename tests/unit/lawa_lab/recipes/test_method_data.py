@@ -9,7 +9,7 @@ import pytest
 from support.training import rows_of, run, smoke_plan
 
 from lawa_lab.methods.fitting import FittingData
-from lawa_lab.methods.phased import PhasedAverage
+from lawa_lab.methods.ring import PhasedAverage
 from lawa_lab.recipes.run_folder import RunPlan
 from torch_lawa.errors import ConfigError
 from torch_lawa.metrics import read_metrics
