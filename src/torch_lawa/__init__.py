@@ -31,14 +31,14 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from torch_lawa.metrics import MetricsWriter as MetricsWriter
     from torch_lawa.offline.average import average_checkpoints as average_checkpoints
     from torch_lawa.offline.average import run_average as run_average
-    from torch_lawa.offline.inspecting.comparison import compare_checkpoints as compare_checkpoints
-    from torch_lawa.offline.inspecting.inspection import inspect_checkpoint as inspect_checkpoint
+    from torch_lawa.offline.inspect.comparison import compare_checkpoints as compare_checkpoints
+    from torch_lawa.offline.inspect.inspection import inspect_checkpoint as inspect_checkpoint
     from torch_lawa.offline.options import AverageOptions as AverageOptions
     from torch_lawa.offline.plan import plan_average as plan_average
     from torch_lawa.offline.sweep import plan_sweep as plan_sweep
     from torch_lawa.offline.sweep import run_sweep as run_sweep
     from torch_lawa.offline.sweep import sweep_checkpoints as sweep_checkpoints
-    from torch_lawa.offline.watching.watcher import watch_run as watch_run
+    from torch_lawa.offline.watch.watcher import watch_run as watch_run
     from torch_lawa.schedule import Every as Every
     from torch_lawa.schedule import Horizon as Horizon
     from torch_lawa.schedule import OnPlateau as OnPlateau
@@ -68,12 +68,12 @@ _PUBLIC = {
     "integrations.torch_swa": ("from_averaged_model", "to_averaged_model"),
     "metrics": ("MetricsWriter",),
     "offline.average": ("average_checkpoints", "run_average"),
-    "offline.inspecting.comparison": ("compare_checkpoints",),
-    "offline.inspecting.inspection": ("inspect_checkpoint",),
+    "offline.inspect.comparison": ("compare_checkpoints",),
+    "offline.inspect.inspection": ("inspect_checkpoint",),
     "offline.options": ("AverageOptions",),
     "offline.plan": ("plan_average",),
     "offline.sweep": ("plan_sweep", "run_sweep", "sweep_checkpoints"),
-    "offline.watching.watcher": ("watch_run",),
+    "offline.watch.watcher": ("watch_run",),
     "schedule": ("Every", "Horizon", "OnPlateau", "Schedule", "register_schedule"),
     "spike_rescue": ("SpikeRescue",),
     "stores.disk": ("DiskStore",),

@@ -14,7 +14,7 @@ from torch_lawa.coefficients import Coefficients
 from torch_lawa.offline.average import average_checkpoints
 from torch_lawa.offline.options import AverageOptions
 from torch_lawa.offline.sweep import sweep_checkpoints
-from torch_lawa.offline.watching.watcher import watch_run
+from torch_lawa.offline.watch.watcher import watch_run
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -39,7 +39,7 @@ IMPORTED = (
     "torch_lawa.integrations.window_files",
     "torch_lawa.offline.multi_process",
     "torch_lawa.offline.sweep",
-    "torch_lawa.offline.watching.watcher",
+    "torch_lawa.offline.watch.watcher",
     "torch_lawa.stores.disk",
     "torch_lawa.mean.kernels_numpy",
     "lawa_lab.cli",

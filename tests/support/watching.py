@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save, save_file
 
 from torch_lawa.offline.options import AverageOptions
-from torch_lawa.offline.watching.watcher import Averaged, Watcher
+from torch_lawa.offline.watch.watcher import Averaged, Watcher
 
 Weights = dict[str, NDArray[Any]]
 

@@ -9,7 +9,7 @@ from torch_lawa.cli.options import json_option, key_option
 from torch_lawa.cli.output import echo
 
 if TYPE_CHECKING:
-    from torch_lawa.offline.inspecting.difference import Difference
+    from torch_lawa.offline.inspect.difference import Difference
 
 __all__ = ["command"]
 
@@ -37,7 +37,7 @@ def command(path: str, path2: str | None, tensors: bool, key: str | None, as_jso
     PATH is a file, a folder, a pattern or a URL. Differences are computed in float64; relative
     distances are relative to PATH.
     """
-    from torch_lawa.offline.inspecting.inspection import Inspection, inspect_path
+    from torch_lawa.offline.inspect.inspection import Inspection, inspect_path
 
     if path2 is None:
         found = inspect_path(path, key)
@@ -58,7 +58,7 @@ def command(path: str, path2: str | None, tensors: bool, key: str | None, as_jso
 def _compare(a: str, b: str, key: str | None) -> "Difference":
     from torch_lawa.cli.progress import run_with_progress
     from torch_lawa.offline.engine import Meter
-    from torch_lawa.offline.inspecting.comparison import compare_checkpoints
+    from torch_lawa.offline.inspect.comparison import compare_checkpoints
 
     meter = Meter()
     return run_with_progress(

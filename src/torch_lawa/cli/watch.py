@@ -12,7 +12,7 @@ from torch_lawa.units import format_bytes
 
 if TYPE_CHECKING:
     from torch_lawa.offline.options import AverageOptions
-    from torch_lawa.offline.watching.watcher import Averaged
+    from torch_lawa.offline.watch.watcher import Averaged
 
 __all__ = ["command"]
 
@@ -82,7 +82,7 @@ def command(
     """
     from torch_lawa.cli.ranks import require_one_process
     from torch_lawa.offline.engine import BackgroundTask
-    from torch_lawa.offline.watching.watcher import watch_run
+    from torch_lawa.offline.watch.watcher import watch_run
 
     require_one_process("watching a run")
     broken_pipes: list[BrokenPipeError] = []

@@ -40,7 +40,7 @@ from torch_lawa.offline.engine import (
     refusing_changes,
     value_width,
 )
-from torch_lawa.offline.inspecting.inspection import inspect_checkpoint
+from torch_lawa.offline.inspect.inspection import inspect_checkpoint
 from torch_lawa.offline.matching import PlannedTensor, match_tensors
 from torch_lawa.offline.options import DEFAULTS, AverageOptions, check_threads
 from torch_lawa.offline.output_files import SafetensorsSink, writing

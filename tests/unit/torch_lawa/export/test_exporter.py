@@ -27,7 +27,7 @@ from torch_lawa import (
 from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
 from torch_lawa.errors import ConfigError, LawaError, NotReadyError, OutputError
 from torch_lawa.export import folder_writer
-from torch_lawa.offline.inspecting.inspection import inspect_checkpoint
+from torch_lawa.offline.inspect.inspection import inspect_checkpoint
 
 
 class Net(nn.Module):

@@ -12,7 +12,7 @@ from torch_lawa.errors import ConfigError, OutputError
 from torch_lawa.offline.average import average_checkpoints
 from torch_lawa.offline.options import AverageOptions
 from torch_lawa.offline.sweep import sweep_checkpoints
-from torch_lawa.offline.watching.watcher import watch_run
+from torch_lawa.offline.watch.watcher import watch_run
 
 
 @pytest.fixture

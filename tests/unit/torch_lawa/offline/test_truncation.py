@@ -20,8 +20,8 @@ from torch_lawa.errors import FormatError
 from torch_lawa.mean.kernels_native import native_library
 from torch_lawa.offline import average, sweep
 from torch_lawa.offline.average import average_checkpoints
-from torch_lawa.offline.inspecting import comparison
-from torch_lawa.offline.inspecting.comparison import compare_checkpoints
+from torch_lawa.offline.inspect import comparison
+from torch_lawa.offline.inspect.comparison import compare_checkpoints
 from torch_lawa.offline.options import AverageOptions
 from torch_lawa.offline.sweep import sweep_checkpoints
 

@@ -28,7 +28,7 @@ from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.cli.main import lawa as cli
 from torch_lawa.errors import ConfigError, FormatError
 from torch_lawa.offline.options import AverageOptions
-from torch_lawa.offline.watching.watcher import watch_run
+from torch_lawa.offline.watch.watcher import watch_run
 
 ZERO = ["zero1", "zero2", "zero3", "zero1-bf16-3", "zero2-3", "zero3-3"]
 UNIVERSAL = ["zero2/universal", "zero3-3/universal"]

@@ -29,7 +29,7 @@ from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.coefficients import Annealing
 from torch_lawa.errors import ConfigError, FormatError
 from torch_lawa.offline.plan import plan_average
-from torch_lawa.offline.watching.watcher import watch_run
+from torch_lawa.offline.watch.watcher import watch_run
 from torch_lawa.units import format_bytes
 
 MASTERS = AverageOptions(key="masters")

@@ -17,13 +17,13 @@ from torch_lawa.checkpoints.storage.atomic import TEMPORARY, remove, replacing, 
 from torch_lawa.checkpoints.storage.folder_lock import LOCK, FolderLock
 from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import StoreError
-from torch_lawa.offline.watching.checkpoint_files import (
+from torch_lawa.offline.watch.checkpoint_files import (
     LiveCheckpoint,
     keep_files,
     signature_of,
     stamps_of,
 )
-from torch_lawa.offline.watching.window_manifest import (
+from torch_lawa.offline.watch.window_manifest import (
     KEPT_FOLDER,
     KeptCheckpoint,
     WindowManifest,

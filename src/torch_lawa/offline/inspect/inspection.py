@@ -21,7 +21,7 @@ from torch_lawa.checkpoints.provenance import PROVENANCE
 from torch_lawa.checkpoints.storage.paths import Location, parse_location
 from torch_lawa.errors import ConfigError, FormatError, LayoutError
 from torch_lawa.offline.engine import Meter, in_threads
-from torch_lawa.offline.inspecting.text import aligned, labelled, plain, shortened, wrapped
+from torch_lawa.offline.inspect.text import aligned, labelled, plain, shortened, wrapped
 from torch_lawa.units import format_bytes
 
 __all__ = ["Inspection", "RunInspection", "find_one", "inspect_checkpoint", "inspect_path"]

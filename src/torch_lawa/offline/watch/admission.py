@@ -13,10 +13,10 @@ from dataclasses import replace
 from torch_lawa.checkpoints.find.select import FoundCheckpoint
 from torch_lawa.checkpoints.find.step_names import few
 from torch_lawa.errors import ConfigError, FormatError, LawaError
-from torch_lawa.offline.watching.checkpoint_files import LiveCheckpoint, open_live, signature_of
-from torch_lawa.offline.watching.live_run import LiveRun
-from torch_lawa.offline.watching.window_folder import WindowFolder
-from torch_lawa.offline.watching.window_manifest import KeptCheckpoint
+from torch_lawa.offline.watch.checkpoint_files import LiveCheckpoint, open_live, signature_of
+from torch_lawa.offline.watch.live_run import LiveRun
+from torch_lawa.offline.watch.window_folder import WindowFolder
+from torch_lawa.offline.watch.window_manifest import KeptCheckpoint
 
 __all__ = ["Admission"]
 

@@ -16,9 +16,9 @@ from torch_lawa.offline.engine import (
     refusing_changes,
     value_width,
 )
-from torch_lawa.offline.inspecting.difference import Difference, Side, TensorDifference
-from torch_lawa.offline.inspecting.distances import PieceDifference, Sums, comparable
-from torch_lawa.offline.inspecting.inspection import find_one
+from torch_lawa.offline.inspect.difference import Difference, Side, TensorDifference
+from torch_lawa.offline.inspect.distances import PieceDifference, Sums, comparable
+from torch_lawa.offline.inspect.inspection import find_one
 from torch_lawa.offline.options import check_threads
 
 __all__ = ["compare_checkpoints"]

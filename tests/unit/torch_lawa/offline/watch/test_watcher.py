@@ -13,8 +13,8 @@ from support.watching import Trainer, Watch, Weights, assert_file, mean_of
 
 from torch_lawa.errors import ConfigError, FormatError, OutputError
 from torch_lawa.offline.engine import Meter
-from torch_lawa.offline.watching import watcher as watching
-from torch_lawa.offline.watching.watcher import watch_run
+from torch_lawa.offline.watch import watcher as watching
+from torch_lawa.offline.watch.watcher import watch_run
 
 
 @pytest.fixture

@@ -20,10 +20,10 @@ from torch_lawa.offline.average import Result, run_average
 from torch_lawa.offline.engine import Meter, Stopped
 from torch_lawa.offline.options import DEFAULTS, AverageOptions
 from torch_lawa.offline.plan import PlannedInput, plan_found
-from torch_lawa.offline.watching.admission import Admission
-from torch_lawa.offline.watching.checkpoint_files import digest
-from torch_lawa.offline.watching.live_run import LiveRun, WatchTarget
-from torch_lawa.offline.watching.window_folder import WindowFolder
+from torch_lawa.offline.watch.admission import Admission
+from torch_lawa.offline.watch.checkpoint_files import digest
+from torch_lawa.offline.watch.live_run import LiveRun, WatchTarget
+from torch_lawa.offline.watch.window_folder import WindowFolder
 
 __all__ = ["Averaged", "Watcher", "watch_run"]
 

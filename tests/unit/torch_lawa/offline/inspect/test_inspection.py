@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch_lawa.checkpoints.formats.base import TrainingProgress
 from torch_lawa.errors import ConfigError, FormatError
 from torch_lawa.offline.average import average_checkpoints
-from torch_lawa.offline.inspecting.inspection import (
+from torch_lawa.offline.inspect.inspection import (
     Inspection,
     RunInspection,
     inspect_checkpoint,

@@ -13,9 +13,9 @@ from torch_lawa.checkpoints.formats.safetensors import encode_header
 from torch_lawa.errors import ConfigError
 from torch_lawa.mean.dtypes import DTYPES
 from torch_lawa.mean.kernels import PIECE
-from torch_lawa.offline.inspecting.comparison import compare_checkpoints
-from torch_lawa.offline.inspecting.difference import Difference
-from torch_lawa.offline.inspecting.distances import PieceDifference, Sums, comparable
+from torch_lawa.offline.inspect.comparison import compare_checkpoints
+from torch_lawa.offline.inspect.difference import Difference
+from torch_lawa.offline.inspect.distances import PieceDifference, Sums, comparable
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16,
           torch.float8_e4m3fn, torch.float8_e5m2]  # fmt: skip

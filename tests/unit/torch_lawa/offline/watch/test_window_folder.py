@@ -16,7 +16,7 @@ from support.damage import damaged_documents
 from support.watching import Trainer, Watch, assert_file, folders_of
 
 from torch_lawa.errors import OutputError, StoreError
-from torch_lawa.offline.watching import checkpoint_files, window_folder, window_manifest
+from torch_lawa.offline.watch import checkpoint_files, window_folder, window_manifest
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_a_rewrite_in_place_is_noticed_and_dropped(trainer: Trainer, out: Path) 
 def test_a_rewrite_during_the_average_is_not_published(
     trainer: Trainer, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torch_lawa.offline.watching import watcher as module
+    from torch_lawa.offline.watch import watcher as module
 
     average = module.run_average
     with Watch(trainer.folder, out, k=2) as watch:
