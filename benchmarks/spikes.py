@@ -64,8 +64,7 @@ def run(trial: Trial) -> dict[str, Any]:
 def _train(trial: Trial, task: DigitsTask, model: Any, optimizer: Any) -> dict[str, Any]:
     averager = LatestWeightAverager(k=16, horizon=0.25)
     keep = "keep" if trial.way.endswith("keep") else "reset"
-    # Batches of digits that are nearly learned differ by more than twice the median.
-    rescue = SpikeRescue(averager, factor=10, optimizer_state=keep)  # type: ignore[arg-type]
+    rescue = SpikeRescue(averager, optimizer_state=keep)  # type: ignore[arg-type]
     every = int(trial.way.split()[1]) * PER_EPOCH if trial.way.startswith("checkpoint") else 0
     saved: Any = None
     before, back, num_back = list[float](), None, 0

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import statistics
 from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeAlias
@@ -56,8 +55,9 @@ class SpikeRescue:
     Args:
         averager: Keeps the snapshots. Its `min_snapshots` is not considered. Leave it out for a
             callback, which has one.
-        factor: A loss above this multiple of the median is a spike. Losses must be positive.
-        history: How many of the latest normal losses the median is of. Before there are so many,
+        factor: A loss above this multiple of the largest recent one is a spike. Losses must be
+            positive.
+        history: How many of the latest normal losses count as recent. Before there are so many,
             only NaN and Inf are spikes.
         patience: How many losses in a row must be above. NaN and Inf are never waited for.
         k: How many of the newest good snapshots are averaged; as many as the averager does if None.
@@ -81,7 +81,9 @@ class SpikeRescue:
         group: "ProcessGroup | None" = None,
     ) -> None:
         if not (math.isfinite(factor) and factor > 1.0):
-            raise ConfigError(f"factor={factor!r}: give a multiple of the median above 1.")
+            raise ConfigError(
+                f"factor={factor!r}: give a multiple of the largest recent loss, above 1."
+            )
         one_of("optimizer_state", optimizer_state, ("keep", "reset"))
         self._factor, self._optimizer_state = factor, optimizer_state
         self._history = whole_number("history", history, least=2)
@@ -210,11 +212,12 @@ class SpikeRescue:
             return True
         if value < 0.0:
             raise ConfigError(
-                f"the loss is {value:g}: a spike is a multiple of the median, so losses must be "
+                f"the loss is {value:g}: a spike is a multiple of recent losses, so they must be "
                 "positive. Add a constant, or pass the norm of the gradient."
             )
+        # Not the median: where losses are near 0, those of single batches are far above it.
         full = len(self._losses) == self._history
-        return full and value > self._factor * statistics.median(self._losses)
+        return full and value > self._factor * max(self._losses)
 
     def _shared(self, loss: SupportsFloat | Tensor) -> float:
         """The mean over the ranks; Inf if that of any rank is not finite."""

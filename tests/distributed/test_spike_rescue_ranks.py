@@ -40,7 +40,7 @@ def rescued(rank: int, sharded: bool) -> list[float]:
     assert rescue(model, optimizer, math.nan if rank == 1 else 1.0)
     found.append(first())
     put(50.0)
-    # 1.0 and 3.5 on average are above twice the median, on both ranks.
+    # 1.0 and 3.5 on average are above twice the recent losses, on both ranks.
     assert rescue(model, optimizer, 1.0 if rank == 1 else 3.5)
     found.append(first())
     put(50.0)

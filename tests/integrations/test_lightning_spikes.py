@@ -58,7 +58,7 @@ def test_without_it_the_run_is_lost(tmp_path):
 
 
 def test_it_resumes_exactly(tmp_path):
-    """The losses that the median is of are saved with the window."""
+    """The recent losses are saved with the window."""
 
     def rescue() -> SpikeRescue:
         return SpikeRescue(factor=3, history=4, optimizer_state="keep")

@@ -17,7 +17,11 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from torch_lawa.errors import ConfigError
 from torch_lawa.integrations.accelerate import register_averager
-from torch_lawa.integrations.transformers import LatestWeightAveragingCallback
+from torch_lawa.integrations.lightning import LatestWeightAveraging
+from torch_lawa.integrations.transformers import (
+    LatestWeightAveragingCallback,
+    LatestWeightAveragingTrainer,
+)
 from torch_lawa.masters import require_visible_parameters
 
 
@@ -53,6 +57,31 @@ def test_transformers_page() -> None:
     exec(resume, names)
     assert list(history(trainer, "eval_averaged_loss")) == [12, 14]
     exec(best, names | {"TrainingArguments": TrainingArguments})
+
+
+def test_choosing_in_a_framework() -> None:
+    """The window grows with a run at a constant rate, and is evaluated from early on."""
+    transformers, lightning = blocks("choosing.md", "In your framework")
+    names: dict[str, Any] = {}
+    exec(transformers, names)
+    args: TrainingArguments = names["args"]
+    args.max_steps, args.eval_steps, args.logging_steps, args.use_cpu = 60, 20, 1, True
+    args.warmup_steps, args.report_to, args.save_strategy = 5, [], "no"
+    args.dataloader_pin_memory = False
+    trainer = LatestWeightAveragingTrainer(
+        tiny_model(),
+        args,
+        train_dataset=TRAIN,
+        eval_dataset=VALID,
+        callbacks=[names["callback"]],
+    )
+    trainer.train()
+    assert list(history(trainer, "eval_averaged_loss")) == [20, 40, 60]
+    rates = history(trainer, "learning_rate")
+    assert {rate for step, rate in rates.items() if step > 5} == {args.learning_rate}
+    exec(lightning, names)
+    [callback] = [c for c in names["trainer"].callbacks if type(c) is LatestWeightAveraging]
+    assert callback.averager.k == 16
 
 
 def test_accelerate_page() -> None:

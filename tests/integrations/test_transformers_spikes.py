@@ -69,7 +69,7 @@ def test_without_it_the_run_is_lost(tmp_path: Path) -> None:
 
 
 def test_it_resumes_exactly(tmp_path: Path) -> None:
-    """The losses that the median is of are saved with the window."""
+    """The recent losses are saved with the window."""
     found = []
     for name, resumed in (("whole", False), ("parts", True)):
         options = {"save_steps": 6, "max_steps": 10}

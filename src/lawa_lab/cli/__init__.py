@@ -6,7 +6,7 @@ VERBS = {
     "demo": ("lawa_lab.cli.demo", "Train a small network and show what averaging saves."),
     "train": (
         "lawa_lab.cli.train",
-        "Train a recipe and evaluate averaged weights beside the raw ones.",
+        "Train a recipe and evaluate its raw and averaged weights.",
     ),
     "report": (
         "lawa_lab.cli.report",

@@ -37,7 +37,7 @@ _ANNEALED: dict[str, Any] = {"schedule": "cosine", "learning_rate": 0.1}
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("runs/demo"),
     show_default=True,
-    help="Folder for the figure and, per seed and run, the metrics and the averaged model.",
+    help="Folder for the figure, and for the metrics and averaged model of each run.",
 )
 @click.option(
     "--seed",
@@ -58,17 +58,17 @@ _ANNEALED: dict[str, Any] = {"schedule": "cosine", "learning_rate": 0.1}
     type=click.IntRange(min=1),
     default=32,
     show_default=True,
-    help="Epochs of the longest runs; annealed runs are also trained for 1/8, 1/4 and 1/2 of them.",
+    help="Epochs of the longest runs; annealed runs are also trained for 1/8, 1/4 and 1/2 of that.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier demo in the same folder.")
 def command(output: Path, seed: int, k: int, epochs: int, as_json: bool, overwrite: bool) -> int:
     """Train a small network and show what averaging saves.
 
-    A convolutional network with BatchNorm learns scikit-learn's handwritten digits with three
-    seeds, in under a minute on two cores; nothing is downloaded. One run at a constant learning
-    rate, whose average is evaluated on the way, is compared with runs of four lengths whose rate
-    decays to zero.
+    Trains a small convolutional network with BatchNorm on scikit-learn's handwritten digits, with
+    three seeds, in under a minute on two cores. Nothing is downloaded. One run at a constant
+    learning rate, with its average evaluated along the way, is compared with runs of four lengths
+    whose learning rate decays to zero.
     """
     begin = time.perf_counter()
     _check(output, overwrite)

@@ -22,7 +22,7 @@ Examples:
   lawa report runs/cifar                    tables of all runs below a folder
   lawa report a/metrics.jsonl b/metrics.jsonl --metric test_accuracy
   lawa report runs/cosine runs/constant     annealed runs against constant-rate runs
-  lawa report runs/cifar -o report          a page and figures as well
+  lawa report runs/cifar -o report          also write a page and figures
   lawa report runs/cifar --tensorboard events
 """
 
@@ -55,7 +55,7 @@ class _Command(click.Command):
     metavar="FOLDER",
     help="Write report.html, report.json and figures to FOLDER.",
 )
-@click.option("--k", type=click.IntRange(min=1), help="Window of the main table.")
+@click.option("--k", type=click.IntRange(min=1), help="Window length k of the main table.")
 @click.option("--metric", metavar="NAME", help="Report only this metric, such as test_accuracy.")
 @click.option("--title", metavar="TEXT", help="Title of the page.")
 @click.option(
@@ -79,10 +79,10 @@ def command(
 ) -> None:
     """Show what averaging saved, as tables, figures and one page.
 
-    METRICS are files of metrics or folders. A folder stands for the metrics.jsonl files in and
-    below it; if there are none, for its other .jsonl files with rows of weights, each a run of its
-    own. Seeds of one run are combined, and runs of one recipe are compared with each other:
-    annealed runs of several lengths and averages of constant-rate runs as a frontier.
+    METRICS are metrics files or folders. For a folder, all metrics.jsonl files in and below it are
+    read; if there are none, its other .jsonl files with rows of weights, each as one run. Seeds of
+    one run are combined, and runs of one recipe are compared. Annealed runs of several lengths and
+    averages of constant-rate runs are shown as a frontier.
     """
     from lawa_lab.report.rows import find_files
     from lawa_lab.report.runs import load_runs

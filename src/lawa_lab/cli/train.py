@@ -39,10 +39,10 @@ class _Recipes(click.Group):
 
 @click.command("train", cls=_Recipes)
 def command() -> None:
-    """Train a recipe and evaluate averaged weights beside the raw ones.
+    """Train a recipe and evaluate its raw and averaged weights.
 
-    Rows of raw and averaged weights are written to RUN/metrics.jsonl; `lawa report RUN` shows what
-    averaging saved. Ctrl-C saves a checkpoint, from which --resume continues. For several GPUs:
+    Results of raw and averaged weights are written to RUN/metrics.jsonl; `lawa report RUN` shows
+    what averaging saved. Ctrl-C saves a checkpoint; --resume continues from it. For several GPUs:
     torchrun --nproc-per-node N -m torch_lawa train RECIPE ...
     """
 
@@ -58,7 +58,9 @@ def _recipe(config: type[TrainConfig]) -> click.Command:
         return _train(config, options, given)
 
     hyper = [_option(item, config) for item in dataclasses.fields(config)]
-    about = f"{config.about}\n\nDefaults are the paper's values, or ours where it gives none."
+    about = (
+        f"{config.about}\n\nDefaults are the paper's values, or our own where the paper gives none."
+    )
     return click.Command(
         config.recipe,
         callback=callback,
@@ -114,7 +116,7 @@ _RUN: list[click.Parameter] = [
     click.Option(
         ["--data"],
         type=click.Path(path_type=Path),
-        help="Folder of the data set; if data is missing, the error says what to download.  "
+        help="Folder of the data set; if it is missing, the error says what to download.  "
         "[default: data]",
     ),
     click.Option(
@@ -129,7 +131,7 @@ _RUN: list[click.Parameter] = [
         is_flag=True,
         help="Train a tiny version on synthetic data, in seconds on a CPU.",
     ),
-    click.Option(["--resume"], is_flag=True, help="Continue from RUN's checkpoint, if any."),
+    click.Option(["--resume"], is_flag=True, help="Continue from the run's checkpoint, if any."),
     click.Option(["--overwrite"], is_flag=True, help="Replace a run in the same folder."),
     click.Option(
         ["--save-trajectory"],
@@ -159,17 +161,17 @@ _RUN: list[click.Parameter] = [
     click.Option(
         ["--budgets"],
         type=_List(_number),
-        help="Train at several numbers of epochs, such as 30,60,100, with the same seed and data "
-        "order, each in a folder inside RUN. A constant-rate run serves all of them, and landings "
-        "branch off it.",
+        help="Train one run per number of epochs, such as 30,60,100, with the same seed and data "
+        "order, each in a folder inside RUN. A constant-rate run is trained once for all of them, "
+        "and landings branch off it.",
     ),
     click.Option(
         ["--until"],
         metavar="METRIC=VALUE",
-        help="Stop when the average has this value, such as test_accuracy=0.784.",
+        help="Stop when the average reaches this value, such as test_accuracy=0.784.",
     ),
     click.Option(["--dry-run"], is_flag=True, help="Print the settings and exit."),
-    click.Option(["--json", "as_json"], is_flag=True, help="Print rows as JSON, for programs."),
+    click.Option(["--json", "as_json"], is_flag=True, help="Print results as JSON Lines."),
 ]
 
 

@@ -58,13 +58,13 @@ class TrainConfig(abc.ABC):
     num_threads: ClassVar[int | None] = None  # on a CPU; None: PyTorch's default
 
     epochs: int | float = setting(
-        200, "Passes over the training data; a fraction is allowed.", minimum=0
+        200, "Number of passes over the training data; may be fractional.", minimum=0
     )
     batch_size: int = setting(256, "Examples per step, over all processes.")
     micro_batch_size: int | None = setting(
         None,
-        "Examples per forward pass of one process; gradients are accumulated over the step "
-        "[default: the process's whole share of the batch].",
+        "Examples per forward pass and process; gradients are accumulated over the step "
+        "[default: the whole batch of the process].",
     )
     optimizer: OptimizerName = setting("sgd", "Optimizer.")
     learning_rate: float = setting(0.1, "Peak learning rate.")
@@ -73,12 +73,12 @@ class TrainConfig(abc.ABC):
     )
     land: float = setting(
         0.0,
-        "Landing: the share of the run, at its end, in which a constant rate decays to 0; 0.2 is "
-        "the usual warmup-stable-decay schedule.",
+        "Landing: fraction of the run, at its end, over which a constant learning rate decays to "
+        "0; 0.2 is the usual warmup-stable-decay schedule.",
         minimum=0,
         below=1,
     )
-    land_shape: LandingShape = setting("linear", "How the rate falls in a landing.")
+    land_shape: LandingShape = setting("linear", "Shape of the decay in a landing.")
     warmup_steps: int = setting(0, "Steps of linear warm-up from 0.", minimum=0)
     weight_decay: float = setting(5e-4, "Weight decay.", minimum=0)
     momentum: float = setting(0.9, "SGD's momentum, or Adam's beta1.", minimum=0, below=1)
@@ -87,58 +87,58 @@ class TrainConfig(abc.ABC):
     clip_norm: float | None = setting(None, "Clip the gradient norm to this value.")
     wrap: tuple[str, ...] = setting(
         (),
-        "Methods that change training, around the optimizer, the innermost first, such as "
+        "Methods that wrap the optimizer and change training, innermost first, such as "
         f"lookahead:5:0.8 or sam:0.05,rescue. Available: {typed_entries(WRAPPERS)}.",
     )
 
     nu: int | None = setting(
-        None, "Take a snapshot, and evaluate, every NU steps [default: after each epoch]."
+        None, "Take a snapshot and evaluate every NU steps [default: after each epoch]."
     )
     horizon: float | None = setting(
         None,
-        "Space the snapshots so that the largest window always spans this share of the steps so "
-        "far, such as 0.25; NU and epochs then only say when to evaluate.",
+        "Space the snapshots so that the largest window always spans this fraction of the steps so "
+        "far, such as 0.25; NU and epochs then only determine when to evaluate.",
         below=1,
     )
     samples: int = setting(
         1,
-        "Make each snapshot the mean of this many weights, spread over the steps since the one "
-        "before; 16 goes well with a horizon.",
+        "Make each snapshot the mean of this many samples of the weights, spread over the steps "
+        "since the previous snapshot; use 16 with a horizon.",
     )
     ks: tuple[int, ...] = setting(
-        (6, 10), "Window sizes to evaluate; reports put the first one first."
+        (6, 10), "Window sizes to evaluate; the first is the main one in reports."
     )
     coefficients: tuple[str, ...] = setting(
         ("uniform",), "Coefficient rules to evaluate, such as uniform,exponential:0.9."
     )
     batch_norm: tuple[str, ...] = setting(
-        ("re-estimated",), "BatchNorm statistics of an average: re-estimated, copied, or both."
+        ("re-estimated",), "BatchNorm statistics of averages: re-estimated, copied, or both."
     )
     batch_norm_batches: int = setting(
         20, "Number of training batches used to re-estimate BatchNorm statistics."
     )
     methods: tuple[str, ...] = setting(
         (),
-        "Averaging methods to evaluate beside the window, such as ema:0.99,ema:0.999. Available: "
+        "Other averaging methods to evaluate, such as ema:0.99,ema:0.999. Available: "
         f"{typed_entries(METHODS)}.",
     )
     quantize: tuple[int, ...] = setting(
         (),
-        "At the end, evaluate the weights rounded to these numbers of bits as well, such as 8,4.",
+        "At the end, also evaluate the weights rounded to these numbers of bits, such as 8,4.",
     )
     choose_window: bool = setting(
         False,
-        "Also report the best of the raw weights and the windows on the validation data, at the "
-        "cost of evaluating all of them; needs a recipe with valid_loss.",
+        "Also report whichever of the raw weights and the windows is best on the validation data; "
+        "this evaluates all of them and needs a recipe with valid_loss.",
     )
     evaluate_every: int = setting(
-        1, "Evaluate after every N-th epoch (or N times NU steps), and after the last step."
+        1, "Evaluate every N epochs (or every N * NU steps), and after the last step."
     )
     evaluate_at: tuple[float, ...] = setting(
-        (), "Evaluate after these numbers of epochs as well, such as 0.25,0.5."
+        (), "Also evaluate after these numbers of epochs, such as 0.25,0.5."
     )
     variants_every: int = setting(
-        1, "Evaluate averages other than the first only at every N-th evaluation, and the last."
+        1, "Evaluate averages other than the first only at every N-th and the last evaluation."
     )
 
     @abc.abstractmethod

@@ -36,12 +36,12 @@ Examples:
   lawa average runs/gpt --at 9000 --last 6 -o averaged   the six up to step 9000
   lawa average runs/gpt --horizon 0.25 -o averaged       the last quarter of the run
   lawa average runs/gpt --best 5 --metric eval_loss -o averaged
-  lawa average a.pt b.pt --weights 1,3 -o mean.pt        b counts three times
+  lawa average a.pt b.pt --weights 1,3 -o mean.pt        b has three times the weight
   lawa average 's3://bucket/run/step-*' -o averaged      patterns and URLs
   lawa average runs/gpt --last 8 --coefficients annealing:1-sqrt -o averaged
 
 \b
-Several processes, also on machines that share a disk, can write one result:
+Several processes, or machines with a shared disk, can write one result:
   torchrun --nproc-per-node 4 -m torch_lawa average runs/gpt --last 6 -o out
 """
 
@@ -54,26 +54,26 @@ Several processes, also on machines that share a disk, can write one result:
     "--horizon",
     type=float,
     metavar="SHARE",
-    help="Average all checkpoints within the last SHARE of the steps, e.g. 0.25.",
+    help="Average all checkpoints in the last SHARE of the steps, e.g. 0.25.",
 )
 @click.option("--at", type=int, metavar="STEP", help="End the window at this step (or epoch).")
 @selection_options
 @click.option("--best", type=int, metavar="N", help="Average the N best checkpoints by --metric.")
-@click.option("--metric", metavar="NAME", help="Metric to choose by, e.g. valid_loss.")
+@click.option("--metric", metavar="NAME", help="Metric for --best, e.g. valid_loss.")
 @click.option(
     "--mode",
     type=click.Choice(["min", "max"]),
-    show_default="by its name",
-    help="Whether low or high values are good.",
+    show_default="from the metric's name",
+    help="Whether lower or higher values are better.",
 )
 @click.option(
     "--metrics",
     type=click.Path(),
     metavar="FILE",
-    show_default="with the checkpoints",
-    help="File with the values: one JSON object per line, with step or epoch.",
+    show_default="values stored with the checkpoints",
+    help="JSON Lines file with the metric values, each with a step or epoch.",
 )
-@click.option("--weights", metavar="W,W,...", help="One weight for each INPUT, in their order.")
+@click.option("--weights", metavar="W,W,...", help="One weight per INPUT, in the same order.")
 @average_options()
 @click.option("--digests", is_flag=True, help="Store the SHA-256 of every input file in OUT.")
 @threads_option
@@ -103,8 +103,8 @@ def command(
 ) -> None:
     """Average checkpoints: files, folders, patterns, URLs or a run.
 
-    Each byte of the inputs is read once. OUT has the layout of the newest input and contains the
-    exact mean, summed in float64 and rounded once.
+    The inputs are read once. OUT has the layout of the newest input and contains the exact mean,
+    summed in float64 and rounded once.
     """
     # NumPy's linear algebra would start a thread per core when it is imported; none is used here.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -16,7 +16,7 @@ __all__ = ["command"]
 _EXAMPLES = """
 \b
 Examples:
-  lawa inspect averaged                     its contents and how it was made
+  lawa inspect averaged                     contents, and how it was made
   lawa inspect runs/gpt                     the checkpoints of a run
   lawa inspect averaged runs/gpt/step-9000  the difference, tensor by tensor
   lawa inspect s3://bucket/mean.safetensors --tensors
@@ -27,7 +27,7 @@ Examples:
 @click.argument("path", metavar="PATH")
 @click.argument("path2", metavar="[PATH2]", required=False)
 @click.option(
-    "--tensors", is_flag=True, help="List every tensor; of two checkpoints, every one that differs."
+    "--tensors", is_flag=True, help="List every tensor, or with PATH2 every tensor that differs."
 )
 @key_option
 @json_option

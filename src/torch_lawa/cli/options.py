@@ -45,7 +45,7 @@ _Number = TypeVar("_Number", int, float)
 key_option = click.option(
     "--key",
     metavar="KEY",
-    help="Entry of a checkpoint that holds the weights, such as ema; of Megatron's also masters.",
+    help="Key of the weights in a checkpoint, e.g. ema; for Megatron also: masters.",
 )
 threads_option = click.option(
     "--threads",
@@ -55,7 +55,7 @@ threads_option = click.option(
     help="Number of threads.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-dry_run_option = click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
+dry_run_option = click.option("--dry-run", is_flag=True, help="Print the plan and exit.")
 
 # The fields of `AverageOptions`, in the order of `--help`.
 _AVERAGE: dict[str, Decorator] = {
@@ -70,7 +70,7 @@ _AVERAGE: dict[str, Decorator] = {
         "--blend",
         type=float,
         metavar="B",
-        help="Blend B times the mean with 1 - B times the newest checkpoint, e.g. 0.6.",
+        help="Output B * mean + (1 - B) * newest checkpoint, e.g. 0.6.",
     ),
     "dtype": click.option(
         "--dtype", metavar="DTYPE", help="Write floating-point tensors as DTYPE, e.g. bfloat16."
@@ -95,7 +95,7 @@ _AVERAGE: dict[str, Decorator] = {
         type=click.Choice(["newest", "average"]),
         default="newest",
         show_default=True,
-        help="Take BatchNorm statistics from the newest checkpoint, or average them.",
+        help="Copy BatchNorm statistics from the newest checkpoint, or average them.",
     ),
     "layout": click.option(
         "--layout",
@@ -136,7 +136,12 @@ def average_options(*, without: tuple[str, ...] = ()) -> Callable[[Command], Com
 def selection_options(command: Command) -> Command:
     """Add `--from`, `--to` and `--every`, which select checkpoints of a run."""
     for option in (
-        click.option("--every", type=int, metavar="N", help="Use only steps divisible by N."),
+        click.option(
+            "--every",
+            type=int,
+            metavar="N",
+            help="Use only checkpoints whose step is divisible by N.",
+        ),
         click.option("--to", "stop", type=int, metavar="STEP", help="Skip checkpoints after STEP."),
         click.option(
             "--from", "start", type=int, metavar="STEP", help="Skip checkpoints before STEP."

@@ -50,9 +50,7 @@ def _machine_options(command: Callable[..., None]) -> Callable[..., None]:
     metavar="N",
     help="Number of parameters, such as 70e9, 70B or 1.3B.",
 )
-@click.option(
-    "--gpus", type=int, required=True, metavar="N", help="Number of GPUs, over all nodes."
-)
+@click.option("--gpus", type=int, required=True, metavar="N", help="Total number of GPUs.")
 @click.option(
     "--gpus-per-node",
     type=int,
@@ -61,7 +59,12 @@ def _machine_options(command: Callable[..., None]) -> Callable[..., None]:
     help="GPUs per node.",
 )
 @click.option(
-    "--k", type=int, metavar="N", default=6, show_default=True, help="Snapshots in the window."
+    "--k",
+    type=int,
+    metavar="N",
+    default=6,
+    show_default=True,
+    help="Number of snapshots in the window.",
 )
 @click.option(
     "--dtype",
@@ -90,7 +93,7 @@ def _machine_options(command: Callable[..., None]) -> Callable[..., None]:
     show_default=True,
     help="fsdp (sharded weights) or ddp (replicated).",
 )
-@click.option("--nu", type=int, metavar="STEPS", help="Steps between two snapshots.")
+@click.option("--nu", type=int, metavar="STEPS", help="Training steps between two snapshots.")
 @click.option(
     "--step-seconds", type=float, metavar="S", help="Duration of a training step in seconds."
 )
@@ -112,8 +115,8 @@ def command(
 ) -> None:
     """Estimate what averaging costs: memory, bandwidth, time.
 
-    Says whether a window of K snapshots fits, and if not, what to change. This is an estimate;
-    nothing is run. GB are 10⁹ bytes, GiB are 2³⁰ bytes.
+    Print whether a window of K snapshots fits, and if not, what to change. Nothing is run. GB are
+    10⁹ bytes, GiB are 2³⁰ bytes.
     """
     try:
         run = TrainingRun(

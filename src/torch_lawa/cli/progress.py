@@ -21,7 +21,7 @@ _WIDE = 60  # columns of a terminal that hold a bar and its figures
 
 
 def run_with_progress(act: Callable[[], _T], meter: Meter, title: str, *, shown: bool = True) -> _T:
-    """Run `act` beside a progress bar of `meter`; what it returns.
+    """Run `act` with a progress bar for `meter` and return its result.
 
     Ctrl-C, SIGTERM (a time limit) and SIGHUP (a closed terminal) stop it between two pieces, so
     that it removes its temporary files, which may be as large as the model.

@@ -1,4 +1,4 @@
-"""A command that torchrun started several times: rank 0 plans and prints, the others help."""
+"""A command that torchrun started on several ranks: rank 0 plans and prints, all ranks work."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ __all__ = ["averaging", "require_one_process"]
 def averaging(
     output: str, meter: Meter, *, threads: int | None, dry_run: bool = False
 ) -> Iterator[Callable[..., "Result"]]:
-    """A function like `run_average`: it runs in this process, or on all ranks of the job.
+    """A function like `run_average` that runs in this process, or on all ranks of the job.
 
     Ranks other than 0 do their share of it here and exit. PyTorch is imported only if there are
     other ranks, and not for a dry run, which is the work of rank 0.
@@ -64,7 +64,7 @@ def averaging(
 
 @contextlib.contextmanager
 def _stopping() -> Iterator[None]:
-    """Ctrl-C as an `Exception`, which the other ranks are informed of."""
+    """Turn Ctrl-C into an `Exception`, which is reported to the other ranks."""
     try:
         yield
     except KeyboardInterrupt:
@@ -72,7 +72,7 @@ def _stopping() -> Iterator[None]:
 
 
 def require_one_process(what: str) -> None:
-    """Refuse to do in every rank what one process should do; rank 0 prints the error."""
+    """Raise if a command for one process was started on several ranks; rank 0 prints the error."""
     world = find_world()
     if world is None:
         return

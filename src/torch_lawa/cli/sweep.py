@@ -48,11 +48,13 @@ For a run of `lawa train --save-trajectory`, RUN itself can be the evaluator:
 
 @click.command(epilog=_EXAMPLES)
 @click.argument("inputs", nargs=-1, required=True, metavar="RUN...")
-@click.option("--k", "ks", metavar="K,K,...", help="Numbers of checkpoints to average.")
+@click.option(
+    "--k", "ks", metavar="K,K,...", help="Window lengths: numbers of checkpoints to average."
+)
 @click.option(
     "--horizon",
     metavar="SHARE,...",
-    help="Average all checkpoints within these last shares of the steps, e.g. 0.1,0.25.",
+    help="Average all checkpoints in the last SHARE of the steps, e.g. 0.1,0.25.",
 )
 @click.option(
     "--at",
@@ -64,7 +66,7 @@ For a run of `lawa train --save-trajectory`, RUN itself can be the evaluator:
 @click.option(
     "--evaluator",
     metavar="MODULE:FUNCTION",
-    help="Function that evaluates each result, or the folder of a `lawa train` run.",
+    help="Function that evaluates each average, or the folder of a `lawa train` run.",
 )
 @click.option(
     "--metrics",
@@ -72,19 +74,19 @@ For a run of `lawa train --save-trajectory`, RUN itself can be the evaluator:
     default="metrics.jsonl",
     show_default=True,
     metavar="FILE",
-    help="File for the rows of the evaluator; windows that it already has are skipped.",
+    help="File for the results of the evaluator; windows already in it are skipped.",
 )
 @click.option(
-    "--raw/--no-raw", default=True, show_default=True, help="Evaluate single checkpoints as well."
+    "--raw/--no-raw", default=True, show_default=True, help="Also evaluate the raw checkpoints."
 )
-@click.option("-o", "--output", metavar="OUT", help="Folder to write the results to.")
+@click.option("-o", "--output", metavar="OUT", help="Folder to write the averages to.")
 @average_options(without=("buffers", "layout", "max_shard_size"))
 @click.option(
     "--scratch",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     metavar="FOLDER",
     show_default="the system's temporary folder",
-    help="Folder for results until they are evaluated.",
+    help="Folder for averages until they are evaluated.",
 )
 @threads_option
 @dry_run_option
@@ -109,8 +111,8 @@ def command(
 ) -> None:
     """Average and evaluate many windows of a run in one pass.
 
-    Results are passed to an evaluator, whose values become rows of a metrics file, or written to a
-    folder, or both.
+    Averages are passed to an evaluator, whose results become rows of a metrics file, or are written
+    to a folder, or both.
     """
     from torch_lawa.cli.progress import run_with_progress
     from torch_lawa.cli.ranks import require_one_process

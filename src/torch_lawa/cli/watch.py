@@ -21,7 +21,7 @@ _EXAMPLES = """
 Examples:
   lawa watch runs/gpt --k 6 -o averaged            keep the latest average
   lawa watch runs/gpt -o 'averages/step-{step}'    keep every average
-  lawa watch runs/gpt -o averaged --once           average what exists and exit
+  lawa watch runs/gpt -o averaged --once           average existing checkpoints and exit
   lawa watch 'runs/gpt/step-*.pt' -o averaged.pt   only files that match
 
 The checkpoints of the window are stored beside OUT, in OUT.window: as hard links, which take no
@@ -37,7 +37,7 @@ watch with Ctrl-C or SIGTERM; start it again to resume.
     "--output",
     required=True,
     metavar="OUT",
-    help="File or folder to write; with {step} in its name, every average is kept.",
+    help="File or folder to write; put {step} in the name to keep every average.",
 )
 @click.option(
     "--k",
@@ -54,16 +54,18 @@ watch with Ctrl-C or SIGTERM; start it again to resume.
     default=10.0,
     show_default=True,
     metavar="SECONDS",
-    help="Time between two polls of RUN.",
+    help="Time between two checks for new checkpoints.",
 )
 @click.option(
     "--settle",
     type=click.FloatRange(min=0),
     metavar="SECONDS",
     show_default="twice --poll",
-    help="Take a checkpoint when it has not changed for SECONDS.",
+    help="Use a checkpoint once it has not changed for SECONDS.",
 )
-@click.option("--once", is_flag=True, help="Take what exists, write at most one average and exit.")
+@click.option(
+    "--once", is_flag=True, help="Process existing checkpoints, write at most one average and exit."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON per average.")
 def command(
     run: str,
@@ -77,7 +79,7 @@ def command(
 ) -> None:
     """Follow a live run; average again at each new checkpoint.
 
-    RUN is the folder or URL of a run, or a pattern. A checkpoint is taken once it is complete; the
+    RUN is the folder or URL of a run, or a pattern. A checkpoint is used once it is complete; the
     trainer may delete it afterwards. The averages are the same as those of `lawa average`.
     """
     from torch_lawa.cli.ranks import require_one_process

@@ -32,7 +32,7 @@ class Cifar100Config(TrainConfig):
     }
 
     weight_decay: float = setting(
-        5e-4, "Weight decay. Ours: the paper says only that its values are common ones.", minimum=0
+        5e-4, "Weight decay. Ours: the paper only says that it uses common values.", minimum=0
     )
     ks: tuple[int, ...] = (10, 6, 3, 16)
     coefficients: tuple[str, ...] = ("uniform", "exponential:0.9")
@@ -49,13 +49,13 @@ class Cifar100Config(TrainConfig):
     held_out: int = setting(
         0,
         "Hold out this many training images, the same for all seeds, and evaluate on them instead "
-        "of the test images: for choosing hyper-parameters.",
+        "of the test images, to choose hyper-parameters.",
         minimum=0,
     )
     evaluate_test: bool = setting(
         False,
-        "With held-out images, evaluate on the test images as well: for methods that choose on "
-        "validation images while they are compared.",
+        "With held-out images, also evaluate on the test images, to compare methods that use "
+        "validation images during the run.",
     )
 
     def make_task(self, data: Path | None, *, seed: int, worker: "Worker", smoke: bool) -> "Task":

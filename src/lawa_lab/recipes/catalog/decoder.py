@@ -43,7 +43,7 @@ class DecoderConfig(TrainConfig):
     beta2: float = setting(0.99, "Adam's beta2.", below=1)
     clip_norm: float | None = 1.0
     nu: int | None = setting(
-        250, "Evaluate, and without a horizon take a snapshot, every NU steps."
+        250, "Evaluate every NU steps; without a horizon, also take a snapshot."
     )
     horizon: float | None = 0.25
     ks: tuple[int, ...] = (16, 8, 4)
@@ -56,7 +56,7 @@ class DecoderConfig(TrainConfig):
         minimum=261,
     )
     evaluation_tokens: int = setting(
-        2**18, "Evaluate this many tokens of the validation text, and of the test text if any."
+        2**18, "Number of tokens to evaluate of the validation text, and of the test text if any."
     )
 
     def __post_init__(self) -> None:

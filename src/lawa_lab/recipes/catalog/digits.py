@@ -37,18 +37,18 @@ class DigitsConfig(TrainConfig):
     noise: float = setting(
         0.3, "Standard deviation of the Gaussian noise added to an image.", minimum=0
     )
-    test_fraction: float = setting(0.5, "Fraction of the data that is held out.", below=1)
+    test_fraction: float = setting(0.5, "Fraction of the data used for testing.", below=1)
     validation_fraction: float = setting(
         0.0,
-        "Train without this fraction of the training images and evaluate on it instead of the test "
+        "Hold out this fraction of the training images and evaluate on it instead of the test "
         "images, to choose hyper-parameters.",
         minimum=0,
         below=1,
     )
     evaluate_test: bool = setting(
         False,
-        "With a validation fraction, evaluate on the test images as well: for methods that choose "
-        "on validation images while they are compared.",
+        "With a validation fraction, also evaluate on the test images, to compare methods that use "
+        "validation images during the run.",
     )
 
     def make_task(self, data: Path | None, *, seed: int, worker: "Worker", smoke: bool) -> "Task":

@@ -41,16 +41,16 @@ class ImageNetConfig(TrainConfig):
 
     epochs: int | float = 90
     learning_rate: float = setting(
-        0.1, "Peak learning rate. Ours: that of PyTorch's example, for a batch of 256."
+        0.1, "Peak learning rate. Ours: from PyTorch's example, for a batch size of 256."
     )
-    weight_decay: float = setting(1e-4, "Weight decay. Ours: that of PyTorch's example.", minimum=0)
+    weight_decay: float = setting(1e-4, "Weight decay. Ours: from PyTorch's example.", minimum=0)
     ks: tuple[int, ...] = (6, 3, 10, 16)
     batch_norm_batches: int = setting(
         40,
         "Number of training batches used to re-estimate BatchNorm statistics; the paper uses all.",
     )
     width: int = setting(64, "Channels of the first stage.")
-    image_size: int = setting(224, "Image size in pixels that the net sees.")
+    image_size: int = setting(224, "Input image size in pixels.")
     num_workers: int = setting(8, "Data-loading processes per training process.", minimum=0)
 
     def make_task(self, data: Path | None, *, seed: int, worker: "Worker", smoke: bool) -> "Task":

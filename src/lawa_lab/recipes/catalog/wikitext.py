@@ -36,7 +36,7 @@ class WikiTextConfig(TrainConfig):
     batch_size: int = setting(2048, "Sequences per step, over all processes.")
     micro_batch_size: int | None = setting(
         64,
-        "Sequences per forward pass of one process; gradients are accumulated over the step.",
+        "Sequences per forward pass and process; gradients are accumulated over the step.",
     )
     optimizer: OptimizerName = setting(
         "adamw", "Optimizer. The paper says Adam; fairseq's decouples weight decay, as AdamW does."
@@ -45,7 +45,7 @@ class WikiTextConfig(TrainConfig):
     schedule: LearningRateSchedule = "linear"
     warmup_steps: int = 10_000
     weight_decay: float = setting(
-        0.01, "Weight decay. Ours: that of fairseq's recipe, which the paper follows.", minimum=0
+        0.01, "Weight decay. Ours: from fairseq's recipe, which the paper follows.", minimum=0
     )
     beta2: float = setting(0.98, "Adam's beta2. Ours: fairseq's.", below=1)
     epsilon: float = setting(1e-6, "Adam's epsilon. Ours: fairseq's.")
@@ -64,7 +64,7 @@ class WikiTextConfig(TrainConfig):
         minimum=261,
     )
     mask_fraction: float = setting(
-        0.15, "Fraction of tokens to predict, drawn anew for each batch.", below=1
+        0.15, "Fraction of tokens to mask and predict, redrawn for each batch.", below=1
     )
 
     def __post_init__(self) -> None:

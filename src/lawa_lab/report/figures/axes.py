@@ -146,7 +146,7 @@ def _end_labels(axes: "Axes", panel: Panel) -> None:
         x, y = (_share(axes, which, at) for which, at in zip("xy", there[-1], strict=True))
         if not 0.0 <= y <= 1.0:
             continue
-        if x > 0.9:
+        if x > 0.8:
             margin.append((y, line))
         else:
             axes.annotate(

@@ -1,6 +1,8 @@
 """The figure of the frontier: annealed runs as points, anytime averages as curves."""
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 
 from lawa_lab.report import frontier_words
 from lawa_lab.report.curves import Metric
@@ -24,6 +26,8 @@ _OTHERS: tuple[tuple[str, Dashes], ...] = (
 )  # fmt: skip
 _QUIET, _FAINT = "#7d8791", "#aab3bb"
 _WIDE = 4.0  # budgets that span more than this factor have a logarithmic axis
+_FEW = 1  # with more other methods, their names are in the legend, not beside their curves
+_TEXT = (0.45, 0.2)  # width and height of the arrow's text, as fractions of the axes
 
 
 def _say(scene: Scene, run: Run) -> str:
@@ -63,18 +67,20 @@ def _panel(scene: Scene, metric: Metric, frontier: Frontier) -> Panel:
         bar=True,
     )
     limits, y_log = _limits(metric, [*points, *curves], first)
+    lines = (envelope, *curves, *points)
+    x_limits = (begin, end * (1.06 if log else 1.03))
     return Panel(
         title=f"{plain(metric.name)}{_seeds(frontier)}",
         x_label=f"{say_axis(frontier.axis)} of training",
-        lines=(envelope, *curves, *points),
+        lines=lines,
         percent=metric.name.endswith("accuracy"),
         log=y_log,
         x_log=log,
         x_ticks=_ticks(frontier.budgets),
-        x_limits=(begin, end * (1.06 if log else 1.03)),
+        x_limits=x_limits,
         y_limits=limits,
         arrow=_arrow(frontier),
-        text_at=(0.66, 0.04) if metric.better == "lower" else (0.97, 0.05),
+        text_at=_free_spot(lines, (x_limits, log), (limits or (0.0, 1.0), y_log)),
     )
 
 
@@ -132,21 +138,25 @@ def _curves(metric: Metric, frontier: Frontier) -> list[Line]:
     lines = [_line(curve, Style(colour=_FAINT, width=0.9, layer=1.8)) for curve in raw]
     for index, curve in enumerate(others.values()):
         colour, dashes = _OTHERS[index % len(_OTHERS)]
-        lines.append(_line(curve, Style(colour=colour, dashes=dashes, width=1.5, layer=3.2)))
+        style = Style(colour=colour, dashes=dashes, width=1.5, layer=3.2)
+        lines.append(_line(curve, style, in_legend=len(others) > _FEW))
     lines += [_line(curve, Style(colour=_MAIN, width=2.6, layer=4.0), band=True) for curve in main]
     return lines
 
 
-def _line(curve: AnytimeCurve, style: Style, *, band: bool = False) -> Line:
+def _line(
+    curve: AnytimeCurve, style: Style, *, band: bool = False, in_legend: bool = False
+) -> Line:
     drawn = band and curve.num_seeds > 1
     return Line(
-        label="",
-        end_label=curve.label,
+        label=curve.label if in_legend else "",
+        end_label="" if in_legend else curve.label,
         style=style,
         at=curve.at,
         mean=curve.mean,
         low=curve.low if drawn else (),
         high=curve.high if drawn else (),
+        bar=in_legend,
     )
 
 
@@ -175,6 +185,38 @@ def _limits(
     room = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
     top = high + room
     return (low - room, min(top, 1.0) if metric.better == "higher" and high <= 1.0 else top), False
+
+
+_Scale = tuple[tuple[float, float], bool]  # limits, and whether it is logarithmic
+
+
+def _free_spot(lines: Sequence[Line], x: _Scale, y: _Scale) -> tuple[float, float]:
+    """Where the arrow's text covers the least: its lower or upper right corner, in the axes."""
+    drawn = [(_share(a, x), _share(b, y)) for line in lines for a, b in _sampled(line)]
+
+    def covered(spot: tuple[float, float]) -> int:
+        left = spot[0] - _TEXT[0]
+        bottom = spot[1] if spot[1] < 0.5 else spot[1] - _TEXT[1]
+        return sum(left < a < spot[0] and bottom < b < bottom + _TEXT[1] for a, b in drawn)
+
+    return min(((a, b) for b in (0.04, 0.97) for a in (0.97, 0.73, 0.5)), key=covered)
+
+
+def _sampled(line: Line) -> Iterator[tuple[float, float]]:
+    """Points along a line, or its markers."""
+    there = [(a, b) for a, b in zip(line.at, line.mean, strict=True) if b is not None]
+    yield from there
+    if not line.marker:
+        for (a, b), (c, d) in itertools.pairwise(there):
+            yield from ((a + i / 8 * (c - a), b + i / 8 * (d - b)) for i in range(1, 8))
+
+
+def _share(value: float, scale: _Scale) -> float:
+    """Where a value is between the limits, from 0 to 1."""
+    (low, high), log = scale
+    if log:
+        low, high, value = math.log(low), math.log(high), math.log(max(value, 1e-300))
+    return (value - low) / (high - low)
 
 
 def _arrow(frontier: Frontier) -> Arrow | None:

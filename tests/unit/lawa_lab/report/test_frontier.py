@@ -14,8 +14,11 @@ from lawa_lab.cli.report_tables import show_report
 from lawa_lab.report import frontier_words
 from lawa_lab.report.curves import Metric
 from lawa_lab.report.figures import drawings
+from lawa_lab.report.figures.axes import Line
 from lawa_lab.report.figures.files import draw
+from lawa_lab.report.figures.frontier import _free_spot
 from lawa_lab.report.figures.scene import Scene
+from lawa_lab.report.figures.style import Style
 from lawa_lab.report.frontier import Frontier
 from lawa_lab.report.page import render_page
 from lawa_lab.report.runs import Run, load_runs
@@ -301,6 +304,35 @@ def test_the_figure_has_points_curves_direct_labels_and_a_log_axis(tmp_path: Pat
     texts = {text.get_text() for text in axes.texts}
     assert {"cosine", "average, k = 4"} <= texts
     assert "raw weights" not in texts  # far off: it leaves the panel
+
+
+def test_many_methods_are_named_in_the_legend(tmp_path: Path) -> None:
+    """Beside their curves, which end close together, names would be written over each other."""
+    rows = frontier_rows(budgets=(4, 8, 32))
+    for name in ("ema", "swa", "dense"):
+        for row in [row for row in rows if row["weights"] == "averaged" and not row["land"]]:
+            if row["schedule"] == "constant":
+                rows.append({**row, "weights": name, "k": None, "coefficients": ""})
+    runs = runs_of(tmp_path, rows)
+    [accuracy, *_] = drawings(Scene(summarise(runs).recipes[0], runs))[0].panels
+    assert {"ema", "swa", "dense"} <= {line.label for line in accuracy.lines}
+    ends = {line.end_label for line in accuracy.lines}
+    assert "average, k = 4" in ends
+    assert "ema" not in ends
+
+
+def test_the_text_of_the_arrow_covers_no_line() -> None:
+    style, unit = Style(colour="black"), ((0.0, 1.0), False)
+
+    def line(*points: tuple[float, float]) -> Line:
+        at, mean = zip(*points, strict=True)
+        return Line(label="", style=style, at=at, mean=mean)
+
+    falling, low = line((0.0, 1.0), (1.0, 0.0)), line((0.0, 0.1), (1.0, 0.1))
+    assert _free_spot([low], unit, unit)[1] > 0.5
+    assert _free_spot([line((0.0, 0.9), (1.0, 0.9))], unit, unit)[1] < 0.5
+    assert _free_spot([falling], unit, unit) == (0.73, 0.04)
+    assert _free_spot([falling, low], unit, unit) == (0.97, 0.97)
 
 
 def test_budgets_that_are_close_have_a_linear_axis(tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.interrupts import Interrupt
 from torch import Tensor
 
 from torch_lawa.stores import feed
@@ -190,3 +192,25 @@ def test_the_memory_is_dropped_with_the_last_piece(gpu: Gpu) -> None:
     assert made._copies
     made.hurry()
     assert not made._copies
+
+
+def test_interrupted_anywhere_it_still_copies_everything(gpu: Gpu) -> None:
+    def trial(at: int | None) -> Interrupt:
+        copies = [pair(3), pair(1)]
+        made = Feed(gpu, copies)  # type: ignore[arg-type]
+        with contextlib.suppress(KeyboardInterrupt), Interrupt(at, [Path(feed.__file__)]) as place:
+            made.start()
+            made.hurry()
+        gpu.finish()
+        made.hurry()
+        assert all(torch.equal(target, source) for target, source in copies), place.where
+        assert not made._lock.locked(), place.where
+        if made._thread is not None and made._thread.ident is not None:
+            while made._thread.is_alive():
+                gpu.finish()
+        return place
+
+    places = trial(None).count
+    assert places > 20
+    for at in range(1, places + 1):
+        trial(at)
