@@ -17,7 +17,7 @@ from torch_lawa.shards import local
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["recalibrate_batch_norm", "run_completely"]
+__all__ = ["recalibrate_batch_norm"]
 
 
 def recalibrate_batch_norm(
@@ -72,7 +72,11 @@ def recalibrate_batch_norm(
                 "the loader gave no batches, so the BatchNorm statistics are unchanged. Pass a "
                 "loader that can be iterated again (not an exhausted iterator)."
             )
-        run_completely(seen.write)
+        try:
+            seen.write()
+        except BaseException:  # Ctrl-C in the middle: once more, and whole
+            seen.write()
+            raise
     return num_used
 
 
@@ -154,15 +158,6 @@ class _Seen:
         return numbers.repeat_interleave(torch.tensor(self._lengths)).to(self._sums.device)
 
 
-def run_completely(act: Callable[[], None]) -> None:
-    """Call it; if Ctrl-C interrupts it in the middle, call it once more before that is raised."""
-    try:
-        act()
-    except BaseException:
-        act()
-        raise
-
-
 @contextlib.contextmanager
 def _estimating(model: nn.Module, layers: list[_BatchNorm]) -> Iterator[None]:
     """Only `layers` are in training mode, with a momentum of 1; restored at the end."""
@@ -187,7 +182,12 @@ def _estimating(model: nn.Module, layers: list[_BatchNorm]) -> Iterator[None]:
             layer.momentum = 1.0
         yield
     finally:
-        run_completely(restore)
+        # Not a helper function: Ctrl-C could arrive before its first line.
+        try:
+            restore()
+        except BaseException:  # Ctrl-C in the middle: once more, and whole
+            restore()
+            raise
 
 
 def _forward(model: nn.Module) -> Callable[[nn.Module, Any], Any]:

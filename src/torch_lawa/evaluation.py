@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.averager_protocol import Averager
-from torch_lawa.batch_norm import recalibrate_batch_norm, run_completely
+from torch_lawa.batch_norm import recalibrate_batch_norm
 from torch_lawa.coefficients import Coefficients, name_coefficients
 from torch_lawa.errors import ConfigError
 from torch_lawa.metrics import MetricsWriter, Row
@@ -238,7 +238,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
-        run_completely(restore)
+        try:
+            restore()
+        except BaseException:  # Ctrl-C in the middle: once more, and whole
+            restore()
+            raise
 
 
 class ActClock:
