@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -173,6 +174,42 @@ def test_a_sweep_evaluates_every_window(run: Path, lawa: Lawa) -> None:
     Path("metrics.jsonl").write_text("".join(lines[:-1]))
     assert len(lawa(*words)[1].splitlines()) == 1
     assert len(read_metrics(Path("metrics.jsonl"))) == len(rows)
+
+
+def test_a_sweep_does_not_take_the_rows_of_another_run(run: Path, lawa: Lawa) -> None:
+    """The same steps in the same metrics file: its values would be those of the other run."""
+    Path("my_evaluator.py").write_text(EVALUATOR)
+    words = ("--k", "2", "--evaluator", "my_evaluator:evaluate")
+    assert lawa("sweep", "run", *words)[0] == 0
+    shutil.copytree(run, "other")
+    rows = Path("metrics.jsonl").read_bytes()
+    code, said, complained = lawa("sweep", "other", *words)
+    assert (code, said) == (1, "")
+    assert "run/step_100.safetensors" in complained
+    assert "--metrics" in complained
+    assert Path("metrics.jsonl").read_bytes() == rows
+    assert lawa("sweep", "other", *words, "--metrics", "other.jsonl")[0] == 0
+    # Moved together with the run, or seen from another folder, it is the same one.
+    Path("moved").mkdir()
+    Path("run").rename("moved/run")
+    Path("metrics.jsonl").rename("moved/metrics.jsonl")
+    code, said, complained = lawa("sweep", "moved/run", *words, "--metrics", "moved/metrics.jsonl")
+    assert (code, said) == (0, "")
+    assert "0 evaluated, 9 skipped" in complained
+
+
+def test_a_row_of_json_is_one_line_on_a_terminal(run: Path) -> None:
+    Path("slow.py").write_text(
+        "import time\ndef f(state):\n    time.sleep(0.6)\n    return {'x' * 90: 1.0}\n"
+    )
+    words = ["sweep", "run", "--k", "2", "--at", "200", "--no-raw", "--evaluator", "slow:f"]
+    above, below = os.openpty()
+    command = [sys.executable, "-m", "torch_lawa", *words, "--json"]
+    subprocess.run(command, stdin=below, stdout=below, stderr=below, check=True)
+    os.close(below)
+    shown = os.read(above, 1 << 16).decode()
+    os.close(above)
+    assert json.loads(shown)["x" * 90] == 1.0
 
 
 def test_other_coefficients_are_other_rows(run: Path, lawa: Lawa) -> None:
