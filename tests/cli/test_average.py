@@ -95,6 +95,7 @@ def test_json_for_programs(run: Path, lawa: Lawa) -> None:
     [
         (("average", "run", "--last", "9", "-o", "m"), 1, "5"),
         (("average", "run", "--at", "250", "-o", "m"), 1, "200"),
+        (("average", "run", "--at", "400", "-o", "m"), 1, "4 checkpoints up to --at 400"),
         (("average", "nowhere", "-o", "m"), 1, "nowhere"),
         (("average", "run", "--last", "2", "-o", "m", "--dtype", "int8"), 1, "int8"),
         (("average", "run", "--last", "2", "-o", "m", "--coefficients", "x"), 1, "exponential"),

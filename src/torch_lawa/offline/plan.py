@@ -23,7 +23,7 @@ from torch_lawa.offline.matching import PlannedTensor, match_tensors, shared_ali
 from torch_lawa.offline.options import DEFAULTS, AverageOptions
 from torch_lawa.offline.output_plan import Output, plan_output
 from torch_lawa.offline.side_files import links_out
-from torch_lawa.units import format_bytes
+from torch_lawa.units import counted, format_bytes
 
 __all__ = ["AveragePlan", "Input", "PlannedInput", "plan_average", "plan_found", "plan_opened"]
 
@@ -186,15 +186,18 @@ def plan_average(
     selection: dict[str, Any] = {"last": last, "horizon": horizon, "at": at}
     selection |= {"start": start, "stop": stop, "every": every}
     _check_best(best, metric, last=last, horizon=horizon, mode=mode, metrics=metrics)
-    if found.is_run and best is None and all(value is None for value in selection.values()):
-        num = len(found.found)
+    chosen, location = select(found, **selection), parse_location(output)
+    # `at` says where a window ends, and not how long it is.
+    if found.is_run and best is last is horizon is start is stop is every is None:
+        num, labels = len(chosen.found), [each.label for each in chosen.found]
+        until = "" if at is None else f" up to --at {at}"
         raise ConfigError(
-            f"{many[0]}: this run has {num} checkpoints ({found.found[0].label} to "
-            f"{found.found[-1].label}). Say which to average, such as --last {min(num, 6)}."
+            f"{many[0]}: this run has {counted(num, 'checkpoint')}{until} "
+            f"({' to '.join(dict.fromkeys((labels[0], labels[-1])))}). Say which to average, such "
+            f"as --last {min(num, 6)}."
         )
     if weights is not None:
         options = replace(options, coefficients=_explicit(found, many, weights, options))
-    chosen, location = select(found, **selection), parse_location(output)
     if best is None or metric is None:
         notes = chosen.notes
         if horizon is not None and len(chosen.found) == 1:
