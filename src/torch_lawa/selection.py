@@ -205,13 +205,14 @@ class Selector:
 
 
 def _patterns(option: str, given: str | Sequence[str]) -> tuple[str, ...]:
-    patterns = (given,) if isinstance(given, str) else tuple(given)
+    listed = isinstance(given, Iterable) and not isinstance(given, str)
+    patterns = tuple(given) if listed else (given,)
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
             raise ConfigError(
                 f"{option}={given!r}: give name patterns, such as {option}=['*.embed.*']."
             )
-    return patterns
+    return patterns  # type: ignore[return-value]
 
 
 def _any_match(names: Sequence[str], patterns: Sequence[str]) -> bool:
@@ -326,8 +327,8 @@ def _of_mapping(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
             raise LayoutError(
-                f"{name!r} is a {type(tensor).__name__}, not a tensor: pass the model itself or "
-                "the flat state dict inside the checkpoint."
+                f"{name!r} is of type {type(tensor).__name__}, not a tensor: pass the model itself "
+                "or the flat state dict inside the checkpoint."
             )
         yield name[len(strip) :].replace("_orig_mod.", ""), tensor, "trained"
 

@@ -106,6 +106,7 @@ def test_json_for_programs(run: Path, lawa: Lawa) -> None:
         (("average", "run", "--last", "2", "-o", "m", "--max-shard-size", "big"), 2, "5GB"),
         (("sweep", "run", "--k", "2"), 2, "--evaluator"),
         (("sweep", "run", "--k", "0", "-o", "s"), 1, "at least 1"),
+        (("sweep", "run", "--k", "0", "--evaluator", "bad:number"), 1, "--k 0: give"),
         (("sweep", "run", "--k", "x", "-o", "s"), 2, "--k"),
         (("sweep", "run", "--k", "6", "-o", "s"), 1, "--k 5 or less"),
         (("sweep", "run", "--k", "2", "--at", "150", "-o", "s"), 1, "--at 150"),

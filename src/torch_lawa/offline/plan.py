@@ -102,7 +102,8 @@ class AveragePlan:
         lines.append(
             f"Reads {format_bytes(self.bytes_read)}, writes {format_bytes(self.bytes_written)}:"
         )
-        copied = f" and {len(self.output.copied)} copied files" if self.output.copied else ""
+        num_copied = len(self.output.copied)
+        copied = f" and {counted(num_copied, 'copied file')}" if num_copied else ""
         if self.output.writer.copies_newest:  # it may be much larger than the weights
             size = format_bytes(self.output.num_bytes_copied)
             copied = f", a copy of the newest ({size}) with these values"
@@ -283,8 +284,9 @@ def _explicit(
         raise ConfigError("--weights and --coefficients exclude each other. Give one of them.")
     if len(weights) != len(inputs) or len(found.found) != len(inputs):
         raise ConfigError(
-            f"{len(weights)} weights for {len(inputs)} inputs ({len(found.found)} checkpoints). "
-            "Give one weight for each file, in the order of the files."
+            f"{counted(len(weights), 'weight')} for {counted(len(inputs), 'input')} "
+            f"({counted(len(found.found), 'checkpoint')}). Give one weight for each file, in the "
+            "order of the files."
         )
     given = {
         str(single.location): weight

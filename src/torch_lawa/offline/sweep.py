@@ -46,7 +46,7 @@ from torch_lawa.offline.output_files import writing
 from torch_lawa.offline.plan import Input, plan_found, plan_opened
 from torch_lawa.offline.sweep_rows import Evaluator, evaluate, source, without_known
 from torch_lawa.schedule import check_share, num_within
-from torch_lawa.units import format_bytes
+from torch_lawa.units import counted, format_bytes
 
 __all__ = [
     "Evaluator",
@@ -119,7 +119,7 @@ class SweepPlan:
         first, newest = self.found[ends[0]].label, self.found[ends[-1]].label
         where = newest if len(ends) == 1 else f"{len(ends)} of them ({first} to {newest})"
         lines = [
-            f"Sweep of {len(self.found)} checkpoints ({self.coefficients}): "
+            f"Sweep of {counted(len(self.found), 'checkpoint')} ({self.coefficients}): "
             f"{', '.join(what)}, ending at {where}.",
             f"Results: {len(self.windows)} of {format_bytes(self.result_bytes)} each.",
         ]
@@ -159,9 +159,10 @@ def plan_sweep(
     single safetensors files with the BatchNorm statistics of their newest checkpoint, so `layout`,
     `max_shard_size` and `buffers` of the options do not apply.
     """
-    if min(ks, default=bool(horizons)) < 1 or len(set(ks)) != len(ks):
+    wrong = [k for k in ks if k < 1 or list(ks).count(k) > 1]
+    if wrong or not (ks or horizons):
         raise ConfigError(
-            f"--k {','.join(map(str, ks))}: give distinct whole numbers of at least 1, such as "
+            f"--k {','.join(map(str, wrong))}: give distinct whole numbers of at least 1, such as "
             "2,4,6."
         )
     for share in horizons:

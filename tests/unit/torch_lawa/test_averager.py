@@ -335,7 +335,7 @@ def test_prefixes_of_state_dicts() -> None:
         (lambda s: s.update(w=torch.ones(2).double()), r"'w' is torch.float64.*torch.float32"),
         (lambda s: s.pop("w"), r"'w'.*no longer has it"),
         (lambda s: s.update(x=torch.ones(2)), r"'x' is new"),
-        (lambda s: s.update(w=[1.0, 2.0]), r"'w' is a list, not a tensor"),
+        (lambda s: s.update(w=[1.0, 2.0]), r"'w' is of type list, not a tensor"),
         (lambda s: s.update(w=torch.ones(2, device="meta")), r"'w' is on the meta device"),
         (lambda s: s.update(w=torch.eye(2).to_sparse()), r"'w' has layout torch.sparse"),
     ],
@@ -457,9 +457,9 @@ def test_memory_format_is_kept_and_harmless() -> None:
 
 def test_waiting_and_not_waiting_for_a_full_window() -> None:
     patient, eager = LatestWeightAverager(k=3), LatestWeightAverager(k=3, min_snapshots=1)
-    for averager in (patient, eager):
+    for averager, needed in ((patient, 3), (eager, 1)):
         assert not averager.ready
-        with pytest.raises(NotReadyError, match=r"0 of 3 snapshots.*collect"):
+        with pytest.raises(NotReadyError, match=rf"0 of {needed} snapshots.*collect"):
             averager.average()
         averager.collect({"w": torch.tensor([1.0])})
         averager.collect({"w": torch.tensor([2.0])})
@@ -467,7 +467,7 @@ def test_waiting_and_not_waiting_for_a_full_window() -> None:
     with pytest.raises(NotReadyError, match="2 of 3 snapshots"):
         patient.average()
     assert patient.average(k=2)["w"].item() == 1.5
-    with pytest.raises(NotReadyError, match=r"mean of 3.*only 2"):
+    with pytest.raises(NotReadyError, match=r"k=3, .*holds 2 of 3"):
         patient.average(k=3)
     with pytest.raises(ConfigError, match=r"k=.* from 1 to 3"):
         patient.average(k=4)
@@ -550,6 +550,7 @@ def test_reset_begins_a_new_window() -> None:
         ({"schedule": OnPlateau}, r"OnPlateau'>: give"),
         ({"buffers": "copy"}, "buffers='copy'"),
         ({"frozen": False}, "frozen=False"),
+        ({"include": 3}, "include=3: give name patterns"),
         ({"_sliding": 1}, "_sliding=1"),
         ({"storage_dtype": torch.int8}, "storage_dtype=torch.int8"),
         ({"k": 4, "coefficients": Explicit([1, 2])}, "Explicit has 2 weights"),
