@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from torch_lawa.errors import ConfigError, LayoutError
 from torch_lawa.masters import Masters, check_own_weights, masters_of
+from torch_lawa.mean.dtypes import is_statistic
 from torch_lawa.shards import Sharding, is_fsdp, is_sharded, local, reshard, sharding_of
 
 __all__ = [
@@ -322,7 +323,7 @@ def _unchanged(tensors: list[Tensor], seen: list[_Seen] | None) -> bool:
 
 
 def _of_mapping(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]]:
-    """The tensors of a state dict; all floating-point ones count as trained."""
+    """The tensors of a state dict; all but running statistics count as trained."""
     strip = "module." if state and all(name.startswith("module.") for name in state) else ""
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
@@ -330,7 +331,8 @@ def _of_mapping(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]
                 f"{name!r} is of type {type(tensor).__name__}, not a tensor: pass the model itself "
                 "or the flat state dict inside the checkpoint."
             )
-        yield name[len(strip) :].replace("_orig_mod.", ""), tensor, "trained"
+        kind = "buffer" if is_statistic(name) else "trained"
+        yield name[len(strip) :].replace("_orig_mod.", ""), tensor, kind
 
 
 def _identity(tensor: Tensor) -> object:

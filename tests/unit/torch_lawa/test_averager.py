@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -66,6 +66,22 @@ def test_average_loads_into_the_model() -> None:
     assert torch.equal(model[4].weight, mean_of(states[-2:], "4.weight"))
     assert torch.equal(model[1].running_mean, states[-1]["1.running_mean"])
     assert torch.equal(model[1].num_batches_tracked, states[-1]["1.num_batches_tracked"])
+
+
+@pytest.mark.parametrize("buffers", ["newest", "average"])
+def test_a_state_dict_has_the_same_average_as_its_model(
+    buffers: Literal["newest", "average"],
+) -> None:
+    """Also of BatchNorm's statistics, which are known by their names there."""
+    model = small_net()
+    by_model, by_state = (LatestWeightAverager(k=2, buffers=buffers) for _ in range(2))
+    for value in (1.0, 2.0):
+        shake(model)
+        model[1].running_mean.fill_(value)
+        by_model.collect(model)
+        by_state.collect(model.state_dict())
+    assert_same_state(by_state.average(), by_model.average())
+    assert by_state.average()["1.running_mean"][0] == (2.0 if buffers == "newest" else 1.5)
 
 
 def test_buffers_are_averaged_on_request() -> None:
