@@ -301,7 +301,7 @@ def test_a_stopped_sweep_evaluates_no_more(run: Path, tmp_path: Path) -> None:
 
     plan, metrics = plan_sweep(run, [2]), tmp_path / "m.jsonl"
     with pytest.raises(Stopped):
-        run_sweep(plan, evaluator=evaluate, metrics=metrics, meter=meter)
+        run_sweep(plan, evaluator=evaluate, metrics=str(metrics), meter=meter)
     assert len(seen) == len(read_metrics(metrics)) == 1
     run_sweep(plan, evaluator=lambda state: {"x": 0.0}, metrics=metrics)
     assert [row["step"] for row in read_metrics(metrics)] == [200, 300, 400, 500]

@@ -215,7 +215,7 @@ def sweep_checkpoints(
     *,
     horizons: Sequence[float] = (),
     evaluator: Evaluator | None = None,
-    metrics: Path | None = None,
+    metrics: str | os.PathLike[str] | None = None,
     output: Input | None = None,
     at: Sequence[int] | None = None,
     start: int | None = None,
@@ -244,7 +244,7 @@ def run_sweep(
     plan: SweepPlan,
     *,
     evaluator: Evaluator | None = None,
-    metrics: Path | None = None,
+    metrics: str | os.PathLike[str] | None = None,
     output: Input | None = None,
     scratch: Path | None = None,
     labels: Mapping[str, Any] | None = None,
@@ -266,6 +266,7 @@ def run_sweep(
             "twice: once with the evaluator and once for the URL."
         )
     meter = meter or Meter()
+    metrics = None if metrics is None else Path(metrics)
     todo = without_known(plan, metrics)
     rows: list[Row] = []
     facts = {**(labels or {}), "coefficients": plan.coefficients}
