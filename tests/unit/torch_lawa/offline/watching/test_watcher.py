@@ -267,6 +267,8 @@ def test_mistakes_are_refused_at_the_start(trainer: Trainer, out: Path) -> None:
         ("inside the run", trainer.folder / "averaged", {}),
         ("inside the run", trainer.folder / "averages/{step}", {}),
         ("must be a path", "s3://bucket/averaged", {}),
+        ("{epoch} would not be replaced", out.with_name("{epoch}.safetensors"), {}),
+        ("{step:x} would not", out.with_name("{step}-{step:x}"), {}),
         ("k=0", out, {"k": 0}),
         ("weights", out, {"k": 3, "coefficients": "explicit:1,2"}),
         ("dtype", out, {"dtype": "float7"}),
