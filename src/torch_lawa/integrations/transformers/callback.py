@@ -429,9 +429,10 @@ class LatestWeightAveragingCallback(TrainerCallback):
         found = self._cadence.shortfall(total, self.averager, asked, self.search)
         if found is not None:
             option = "save_steps" if self._strategy == "save" else "collect_every"
+            start = f"start={self._cadence.start} or " if self._cadence.start else ""
             advice = (
-                f"{found[1]}. Train longer, collect more often ({option}), lower "
-                f"start={self._cadence.start} or k={self.averager.k}, or set min_snapshots=1."
+                f"{found[1]}. Train longer, collect more often ({option}), lower {start}"
+                f"k={self.averager.k}, or set min_snapshots=1."
             )
             metric = str(args.metric_for_best_model)
             if selects_average(metric):
