@@ -55,6 +55,7 @@ class LatestWeightAverager:
             default at every call. The averager works with a copy of it.
         horizon: Instead of a schedule: the share of the steps so far, such as 1/4, that the window
             spans with its `k` snapshots, however long the run will be (see `Horizon`).
+            It decides when `step` takes a snapshot, and has no effect on `collect`.
         samples: How many collected weights make up a snapshot, which is their mean. `samples=16`
             averages 16 times as many points of the run, also those since the newest snapshot, for
             one more copy of the weights in memory (float32, on the model's device).

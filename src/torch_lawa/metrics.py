@@ -6,6 +6,7 @@ import PyTorch.
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,15 +31,15 @@ class MetricsWriter:
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with MetricsWriter(Path(folder) / "metrics.jsonl") as metrics:
+    ...     with MetricsWriter(f"{folder}/metrics.jsonl") as metrics:
     ...         metrics.write({"epoch": 1, "loss": 0.5})
     ...         metrics.write({"epoch": 2, "loss": float("nan")})
     ...     read_metrics(Path(folder) / "metrics.jsonl")
     [{'epoch': 1, 'loss': 0.5}, {'epoch': 2, 'loss': None}]
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         # Unbuffered, so that a row is one system call and there is nothing to flush.
         self._file = path.open("ab", buffering=0)

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from torch_lawa.errors import ConfigError, LayoutError
 from torch_lawa.masters import Masters, check_own_weights, masters_of
+from torch_lawa.mean.dtypes import is_statistic
 from torch_lawa.shards import Sharding, is_fsdp, is_sharded, local, reshard, sharding_of
 
 __all__ = [
@@ -205,13 +206,14 @@ class Selector:
 
 
 def _patterns(option: str, given: str | Sequence[str]) -> tuple[str, ...]:
-    patterns = (given,) if isinstance(given, str) else tuple(given)
+    listed = isinstance(given, Iterable) and not isinstance(given, str)
+    patterns = tuple(given) if listed else (given,)
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
             raise ConfigError(
                 f"{option}={given!r}: give name patterns, such as {option}=['*.embed.*']."
             )
-    return patterns
+    return patterns  # type: ignore[return-value]
 
 
 def _any_match(names: Sequence[str], patterns: Sequence[str]) -> bool:
@@ -321,15 +323,16 @@ def _unchanged(tensors: list[Tensor], seen: list[_Seen] | None) -> bool:
 
 
 def _of_mapping(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]]:
-    """The tensors of a state dict; all floating-point ones count as trained."""
+    """The tensors of a state dict; all but running statistics count as trained."""
     strip = "module." if state and all(name.startswith("module.") for name in state) else ""
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
             raise LayoutError(
-                f"{name!r} is a {type(tensor).__name__}, not a tensor: pass the model itself or "
-                "the flat state dict inside the checkpoint."
+                f"{name!r} is of type {type(tensor).__name__}, not a tensor: pass the model itself "
+                "or the flat state dict inside the checkpoint."
             )
-        yield name[len(strip) :].replace("_orig_mod.", ""), tensor, "trained"
+        kind = "buffer" if is_statistic(name) else "trained"
+        yield name[len(strip) :].replace("_orig_mod.", ""), tensor, kind
 
 
 def _identity(tensor: Tensor) -> object:

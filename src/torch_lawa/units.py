@@ -1,13 +1,22 @@
-"""Sizes in bytes as text: "1.42 GB"."""
+"""Sizes and numbers as text: "1.42 GB", "2 files"."""
 
 import re
 
 from torch_lawa.errors import ConfigError
 
-__all__ = ["format_bytes", "parse_bytes"]
+__all__ = ["counted", "format_bytes", "parse_bytes"]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 _TYPED = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)[bB]?\s*")
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> counted(1, "checkpoint"), counted(6, "checkpoint")
+    ('1 checkpoint', '6 checkpoints')
+    """
+    return f"{number:,} {noun}{'s'[: number != 1]}"
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -172,8 +172,8 @@ class Window:
             k = whole_number("k", k, least=1, most=self.k)
             if k > held:
                 raise NotReadyError(
-                    f"the mean of {k} snapshots was requested, but only {held} snapshots were "
-                    "collected: collect more, or request fewer."
+                    f"k={k}, but the window holds {held} of {self.k} snapshots so far: collect "
+                    "more, or request a smaller k."
                 )
             return k
         if usual < needed:
@@ -182,7 +182,9 @@ class Window:
                 hint = f"the first one has {self.num_sampled} of its {self.samples} samples so far."
             elif held:
                 hint = "check averager.ready, request average(k=...), or set min_snapshots=1."
-            raise NotReadyError(f"only {usual} of {self.k} snapshots were collected: {hint}")
+            raise NotReadyError(
+                f"only {usual} of {needed} snapshots that an average needs were collected: {hint}"
+            )
         return usual
 
     def put(self, snapshot: Snapshot, selection: Selection, counters: Counters) -> None:

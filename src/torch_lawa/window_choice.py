@@ -109,6 +109,11 @@ class WindowSearch:
             f"full_every={self._full_every})"
         )
 
+    @property
+    def smallest(self) -> int:
+        """The smallest window that is compared."""
+        return 1 if self._ks is None else self._ks[0]
+
     def check(self, averager: LatestWeightAverager) -> None:
         """Raise if the ring of this averager is too small for the windows to compare."""
         if self._ks is not None and self._ks[-1] > averager.k:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -94,6 +95,7 @@ def test_json_for_programs(run: Path, lawa: Lawa) -> None:
     [
         (("average", "run", "--last", "9", "-o", "m"), 1, "5"),
         (("average", "run", "--at", "250", "-o", "m"), 1, "200"),
+        (("average", "run", "--at", "400", "-o", "m"), 1, "4 checkpoints up to --at 400"),
         (("average", "nowhere", "-o", "m"), 1, "nowhere"),
         (("average", "run", "--last", "2", "-o", "m", "--dtype", "int8"), 1, "int8"),
         (("average", "run", "--last", "2", "-o", "m", "--coefficients", "x"), 1, "exponential"),
@@ -104,6 +106,7 @@ def test_json_for_programs(run: Path, lawa: Lawa) -> None:
         (("average", "run", "--last", "2", "-o", "m", "--max-shard-size", "big"), 2, "5GB"),
         (("sweep", "run", "--k", "2"), 2, "--evaluator"),
         (("sweep", "run", "--k", "0", "-o", "s"), 1, "at least 1"),
+        (("sweep", "run", "--k", "0", "--evaluator", "bad:number"), 1, "--k 0: give"),
         (("sweep", "run", "--k", "x", "-o", "s"), 2, "--k"),
         (("sweep", "run", "--k", "6", "-o", "s"), 1, "--k 5 or less"),
         (("sweep", "run", "--k", "2", "--at", "150", "-o", "s"), 1, "--at 150"),
@@ -173,6 +176,42 @@ def test_a_sweep_evaluates_every_window(run: Path, lawa: Lawa) -> None:
     Path("metrics.jsonl").write_text("".join(lines[:-1]))
     assert len(lawa(*words)[1].splitlines()) == 1
     assert len(read_metrics(Path("metrics.jsonl"))) == len(rows)
+
+
+def test_a_sweep_does_not_take_the_rows_of_another_run(run: Path, lawa: Lawa) -> None:
+    """The same steps in the same metrics file: its values would be those of the other run."""
+    Path("my_evaluator.py").write_text(EVALUATOR)
+    words = ("--k", "2", "--evaluator", "my_evaluator:evaluate")
+    assert lawa("sweep", "run", *words)[0] == 0
+    shutil.copytree(run, "other")
+    rows = Path("metrics.jsonl").read_bytes()
+    code, said, complained = lawa("sweep", "other", *words)
+    assert (code, said) == (1, "")
+    assert "run/step_100.safetensors" in complained
+    assert "--metrics" in complained
+    assert Path("metrics.jsonl").read_bytes() == rows
+    assert lawa("sweep", "other", *words, "--metrics", "other.jsonl")[0] == 0
+    # Moved together with the run, or seen from another folder, it is the same one.
+    Path("moved").mkdir()
+    Path("run").rename("moved/run")
+    Path("metrics.jsonl").rename("moved/metrics.jsonl")
+    code, said, complained = lawa("sweep", "moved/run", *words, "--metrics", "moved/metrics.jsonl")
+    assert (code, said) == (0, "")
+    assert "0 evaluated, 9 skipped" in complained
+
+
+def test_a_row_of_json_is_one_line_on_a_terminal(run: Path) -> None:
+    Path("slow.py").write_text(
+        "import time\ndef f(state):\n    time.sleep(0.6)\n    return {'x' * 90: 1.0}\n"
+    )
+    words = ["sweep", "run", "--k", "2", "--at", "200", "--no-raw", "--evaluator", "slow:f"]
+    above, below = os.openpty()
+    command = [sys.executable, "-m", "torch_lawa", *words, "--json"]
+    subprocess.run(command, stdin=below, stdout=below, stderr=below, check=True)
+    os.close(below)
+    shown = os.read(above, 1 << 16).decode()
+    os.close(above)
+    assert json.loads(shown)["x" * 90] == 1.0
 
 
 def test_other_coefficients_are_other_rows(run: Path, lawa: Lawa) -> None:
@@ -262,7 +301,7 @@ def test_a_stopped_sweep_evaluates_no_more(run: Path, tmp_path: Path) -> None:
 
     plan, metrics = plan_sweep(run, [2]), tmp_path / "m.jsonl"
     with pytest.raises(Stopped):
-        run_sweep(plan, evaluator=evaluate, metrics=metrics, meter=meter)
+        run_sweep(plan, evaluator=evaluate, metrics=str(metrics), meter=meter)
     assert len(seen) == len(read_metrics(metrics)) == 1
     run_sweep(plan, evaluator=lambda state: {"x": 0.0}, metrics=metrics)
     assert [row["step"] for row in read_metrics(metrics)] == [200, 300, 400, 500]

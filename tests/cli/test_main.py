@@ -98,6 +98,17 @@ def test_a_failure_is_one_line_and_1(
     assert capsys.readouterr().err in {"Error: k=0: too few.\n", "Error: disk full\n"}
 
 
+def test_a_system_error_names_the_file_as_the_user_did(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", "out/mean.pt.0123456789abcdef.partial")
+
+    monkeypatch.setattr(cli.lawa, "invoke", fail)
+    assert exit_code(["average"]) == 1
+    assert capsys.readouterr().err == "Error: out/mean.pt: Permission denied.\n"
+
+
 def test_ctrl_c_is_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

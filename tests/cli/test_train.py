@@ -125,6 +125,13 @@ def test_a_run_from_begin_to_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert "digits: test loss" in capsys.readouterr().out
 
 
+def test_a_target_is_a_loss_or_an_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lawa(*DIGITS, "--until", "test_perplexity=3", "-o", "run") == 2
+    assert "_loss or _accuracy" in capsys.readouterr().err
+    assert lawa(*DIGITS, "--until", "test_loss", "-o", "run") == 2
+    assert "METRIC=VALUE" in capsys.readouterr().err
+
+
 def test_a_wrong_target_is_found_at_the_first_evaluation(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

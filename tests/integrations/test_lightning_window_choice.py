@@ -130,6 +130,16 @@ def test_mistakes_are_found_before_training(tmp_path):
         )
 
 
+@pytest.mark.filterwarnings("error:.*an average needs")
+def test_a_run_that_is_short_for_k_compares_what_it_has(tmp_path):
+    averaging = choosing(k=8)
+    trainer(tmp_path, averaging, max_epochs=3).fit(Net(lr=0.5), loader(), loader(seed=1))
+    assert set(averaging.choice.values) == {0, 1, 2}
+    too_long = LatestWeightAveraging(k=8, choose_window=WindowSearch([4, 8]))
+    with pytest.raises(UserWarning, match="3 snapshots, but an average needs 4"):
+        trainer(tmp_path, too_long, max_epochs=3).fit(Net(), loader(), loader(seed=1))
+
+
 def test_training_is_not_changed(tmp_path):
     finals = []
     for callbacks in ([], [choosing()]):

@@ -192,11 +192,23 @@ def test_an_exception_restores_the_weights(tmp_path: Path) -> None:
         ({"choose_window": 3}, "choose_window=3"),
         ({"choose_window": WindowSearch([8])}, "keeps 4 snapshots"),
         ({"choose_window": True, "metrics": "averaged"}, "metrics='both'"),
+        ({"choose_window": True, "monitor": "accuracy"}, "monitor='eval_accuracy'"),
     ],
 )
 def test_mistakes_are_found_when_the_callback_is_made(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         averaging(k=4, **options)
+
+
+@pytest.mark.filterwarnings("error:.*an average needs")
+def test_a_run_that_is_short_for_k_compares_what_it_has(tmp_path: Path) -> None:
+    callback = averaging(k=8, choose_window=True)
+    best = {"metric_for_best_model": "eval_averaged_loss", "load_best_model_at_end": True}
+    ran = trainer(tmp_path, callback, max_steps=6, learning_rate=0.3, **best)
+    ran.train()
+    assert callback.choice is not None
+    assert set(callback.choice.values) == {0, 1, 2}
+    assert history(ran, "eval_averaged_k").keys() == {2, 4, 6}
 
 
 def test_a_metric_that_does_not_exist_is_found_at_the_first_evaluation(tmp_path: Path) -> None:

@@ -68,14 +68,18 @@ class Target:
         """From METRIC=VALUE."""
         metric, _, value = text.partition("=")
         try:
-            if not metric.endswith(("_loss", "_accuracy")):
-                raise ValueError
-            return cls(metric.strip(), float(value))
+            target = cls(metric.strip(), float(value))
         except ValueError:
             raise ConfigError(
                 f"--until {text}: write it as METRIC=VALUE, such as test_accuracy=0.784 or "
                 "valid_loss=3.2"
             ) from None
+        if not target.metric.endswith(("_loss", "_accuracy")):
+            raise ConfigError(
+                f"--until {text}: give a metric whose name ends in _loss or _accuracy, such as "
+                "test_accuracy"
+            )
+        return target
 
     def check(self, row: Row) -> None:
         """Raise if a row of any weights does not have the metric."""

@@ -227,8 +227,9 @@ class Trainer:
         assert self._search is not None
         if "valid_loss" not in rows[0]:
             raise ConfigError(
-                "choose_window: this recipe has no valid_loss, and choosing on test data would "
-                "flatter the result."
+                "choose_window: this run has no valid_loss, and choosing on test data would "
+                "flatter the result. Set --validation-fraction, where the recipe has it, or leave "
+                "--choose-window out."
             )
         uniform = name_coefficients(_averages(self.config)[0][1])
         windows = {

@@ -275,7 +275,7 @@ def _behind(metric: Metric, row: "WindowRow", main: Sequence["MainRow"]) -> str:
     text = f"behind its raw weights in {row.num_behind} of {row.num_compared} evaluations"
     worst = row.worst
     if worst is None:
-        return f"{text}, and at no evaluation in most of the seeds"
+        return f"{text}, but at no moment in most of the seeds"
     axis = main[0].axis if main else "epoch"
     at = f"{axis} {say_number(worst.worst_at)}"
     if worst.worst_by is None:

@@ -9,6 +9,7 @@ library does not import the lab.
 import contextlib
 import importlib
 import io
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -112,9 +113,20 @@ def _run_verb(args: list[str] | None, verbs: Verbs, interrupts: Sequence[int]) -
         echo(shortened(f"Error: not enough memory ({error})."), err=True)
         return 1
     except (LawaError, OSError) as error:
-        echo(shortened(f"Error: {' '.join(str(error).split())}"), err=True)
+        echo(shortened(f"Error: {' '.join(_message(error).split())}"), err=True)
         return 1
     return code if isinstance(code, int) else 0
+
+
+def _message(error: Exception) -> str:
+    """What went wrong; of an error of the system the file first, under its final name."""
+    if isinstance(error, LawaError) or not isinstance(error, OSError):
+        return str(error)
+    if error.filename is None or not error.strerror:
+        return str(error)
+    from torch_lawa.checkpoints.storage.atomic import final_name
+
+    return f"{final_name(os.fsdecode(error.filename))}: {error.strerror}."
 
 
 def _stopped() -> int:

@@ -157,9 +157,13 @@ def command(
         ),
         meter,
         "Sweeping",
+        # The bar wraps what is printed above it, and a row must be one line.
+        shown=not (as_json and sys.stdout.isatty()),
     )
     if not as_json:
-        evaluated = f"{len(rows)} evaluated; rows in {metrics}. " if evaluator else ""
+        known = len(plan.windows) - len(rows)
+        skipped = f", {known} skipped (evaluated before)" if known else ""
+        evaluated = f"{len(rows)} evaluated{skipped}; rows in {metrics}. " if evaluator else ""
         results = f"Results in {output}." if output else ""
         echo((evaluated + results).strip(), err=True)
 
@@ -193,7 +197,7 @@ def _print(row: Row) -> None:
     if "horizon" in row:
         who = f"horizon = {row['horizon']:.6g} ({who})"
     known = {"step", "epoch", "coefficients", "weights", "k", "horizon", "batch_norm"}
-    known.add("evaluate_seconds")
+    known |= {"checkpoint", "evaluate_seconds"}
     values = (
         f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in row.items()

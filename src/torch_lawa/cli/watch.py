@@ -8,7 +8,7 @@ import click
 from torch_lawa.cli.options import average_options
 from torch_lawa.cli.output import echo
 from torch_lawa.cli.signals import StopRequest
-from torch_lawa.units import format_bytes
+from torch_lawa.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from torch_lawa.offline.options import AverageOptions
@@ -130,8 +130,8 @@ def _lines(averaged: "Averaged") -> list[str]:
     first, last = (i.epoch if i.step is None else i.step for i in (inputs[0], inputs[-1]))
     span = f"{unit} {last}" if len(inputs) == 1 else f"{unit}s {first} to {last}"
     lines = [
-        f"{inputs[-1].label}: averaged {len(inputs)} checkpoints, {span} -> {result.location} "
-        f"({format_bytes(result.bytes_written)} in {result.seconds:.1f} s)"
+        f"{inputs[-1].label}: averaged {counted(len(inputs), 'checkpoint')}, {span} -> "
+        f"{result.location} ({format_bytes(result.bytes_written)} in {result.seconds:.1f} s)"
     ]
     if result.not_finite:
         more = len(result.not_finite) - 1

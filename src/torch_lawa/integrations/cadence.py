@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.schedule import Schedule, check_start
 from torch_lawa.validation import check_kind
+from torch_lawa.window_choice import WindowSearch
 
 __all__ = ["Cadence", "Unit"]
 
@@ -50,10 +51,12 @@ class Cadence:
         total: int | None,
         averager: LatestWeightAverager,
         asked: Iterable[int] | None = None,
+        search: WindowSearch | None = None,
     ) -> tuple[int, str] | None:
         """How many snapshots a run gives, with a message, if these are too few for an average.
 
-        `asked` are the positions at which the schedule is asked, all of the run by default.
+        `asked` are the positions at which the schedule is asked, all of the run by default. With a
+        `search` its smallest window is enough.
         """
         if total is None:
             return None
@@ -62,13 +65,14 @@ class Cadence:
         expected = self.schedule.expected(p for p in positions if p > left_out)
         if expected is None:
             return None
-        expected, min_snapshots = expected // averager.samples, averager.min_snapshots
-        if expected >= min_snapshots:
+        expected //= averager.samples
+        needed = averager.min_snapshots if search is None else search.smallest
+        if expected >= needed:
             return None
         units = "complete epoch" if self.unit == "epochs" else "step"
         return expected, (
             f"this run of {total} {units}{'s'[: total != 1]} gives {expected} "
-            f"snapshot{'s'[: expected != 1]}, but an average needs {min_snapshots}"
+            f"snapshot{'s'[: expected != 1]}, but an average needs {needed}"
         )
 
     def _left_out(self, total: int | None) -> int:

@@ -1,11 +1,14 @@
-"""The dtypes of checkpoints, under their safetensors names. Pure Python: no tensors here."""
+"""What can be averaged, by dtype (under its safetensors name) and by name of the tensor.
+
+Pure Python: no tensors here.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from torch_lawa.errors import ConfigError
 
-__all__ = ["DTYPES", "averageable", "parse_dtype"]
+__all__ = ["DTYPES", "averageable", "is_statistic", "parse_dtype"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,17 @@ def averageable(code: str) -> bool:
     (True, False)
     """
     return DTYPES[code].kind in ("float", "complex")
+
+
+def is_statistic(name: str) -> bool:
+    """Whether a tensor is a running statistic of BatchNorm, by PyTorch's names.
+
+    They do not fit averaged weights and should be re-estimated.
+
+    >>> is_statistic("layer1.bn.running_var"), is_statistic("layer1.bn.weight")
+    (True, False)
+    """
+    return name.rpartition(".")[2] in ("running_mean", "running_var")
 
 
 def parse_dtype(text: str) -> str:

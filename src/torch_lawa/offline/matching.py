@@ -7,16 +7,12 @@ from typing import Literal
 
 from torch_lawa.checkpoints.formats.base import Checkpoint, TensorSpec
 from torch_lawa.errors import ConfigError, LayoutError
-from torch_lawa.mean.dtypes import DTYPES, averageable
+from torch_lawa.mean.dtypes import DTYPES, averageable, is_statistic
 from torch_lawa.offline.options import DEFAULTS, AverageOptions
 
 __all__ = ["PlannedTensor", "Rule", "match_tensors", "shared_aliases"]
 
 Rule = Literal["average", "newest"]
-
-# BatchNorm's running statistics, by PyTorch's names. They do not fit averaged weights and should be
-# re-estimated; until then the newest are used, as in the online averager.
-_STATISTICS = ("running_mean", "running_var")
 
 
 @dataclass(frozen=True)
@@ -108,6 +104,6 @@ def _planned(newest: Checkpoint, name: str, options: AverageOptions) -> PlannedT
     target = source
     if options.dtype is not None and DTYPES[source.dtype].kind == "float":
         target = TensorSpec(options.dtype, source.shape)
-    is_statistic = name.rpartition(".")[2] in _STATISTICS
-    rule: Rule = "newest" if is_statistic and options.buffers == "newest" else "average"
+    # The same rule as in the online averager.
+    rule: Rule = "newest" if is_statistic(name) and options.buffers == "newest" else "average"
     return PlannedTensor(name, source, target, rule, written)

@@ -23,7 +23,7 @@ from torch_lawa.offline.matching import PlannedTensor, match_tensors, shared_ali
 from torch_lawa.offline.options import DEFAULTS, AverageOptions
 from torch_lawa.offline.output_plan import Output, plan_output
 from torch_lawa.offline.side_files import links_out
-from torch_lawa.units import format_bytes
+from torch_lawa.units import counted, format_bytes
 
 __all__ = ["AveragePlan", "Input", "PlannedInput", "plan_average", "plan_found", "plan_opened"]
 
@@ -102,7 +102,8 @@ class AveragePlan:
         lines.append(
             f"Reads {format_bytes(self.bytes_read)}, writes {format_bytes(self.bytes_written)}:"
         )
-        copied = f" and {len(self.output.copied)} copied files" if self.output.copied else ""
+        num_copied = len(self.output.copied)
+        copied = f" and {counted(num_copied, 'copied file')}" if num_copied else ""
         if self.output.writer.keeps:  # it may be much larger than the weights
             size = format_bytes(self.output.num_bytes_copied)
             copied = f", a copy of the newest ({size}) with these values"
@@ -186,15 +187,18 @@ def plan_average(
     selection: dict[str, Any] = {"last": last, "horizon": horizon, "at": at}
     selection |= {"start": start, "stop": stop, "every": every}
     _check_best(best, metric, last=last, horizon=horizon, mode=mode, metrics=metrics)
-    if found.is_run and best is None and all(value is None for value in selection.values()):
-        num = len(found.found)
+    chosen, location = select(found, **selection), parse_location(output)
+    # `at` says where a window ends, and not how long it is.
+    if found.is_run and best is last is horizon is start is stop is every is None:
+        num, labels = len(chosen.found), [each.label for each in chosen.found]
+        until = "" if at is None else f" up to --at {at}"
         raise ConfigError(
-            f"{many[0]}: this run has {num} checkpoints ({found.found[0].label} to "
-            f"{found.found[-1].label}). Say which to average, such as --last {min(num, 6)}."
+            f"{many[0]}: this run has {counted(num, 'checkpoint')}{until} "
+            f"({' to '.join(dict.fromkeys((labels[0], labels[-1])))}). Say which to average, such "
+            f"as --last {min(num, 6)}."
         )
     if weights is not None:
         options = replace(options, coefficients=_explicit(found, many, weights, options))
-    chosen, location = select(found, **selection), parse_location(output)
     if best is None or metric is None:
         notes = chosen.notes
         if horizon is not None and len(chosen.found) == 1:
@@ -280,8 +284,9 @@ def _explicit(
         raise ConfigError("--weights and --coefficients exclude each other. Give one of them.")
     if len(weights) != len(inputs) or len(found.found) != len(inputs):
         raise ConfigError(
-            f"{len(weights)} weights for {len(inputs)} inputs ({len(found.found)} checkpoints). "
-            "Give one weight for each file, in the order of the files."
+            f"{counted(len(weights), 'weight')} for {counted(len(inputs), 'input')} "
+            f"({counted(len(found.found), 'checkpoint')}). Give one weight for each file, in the "
+            "order of the files."
         )
     given = {
         str(single.location): weight

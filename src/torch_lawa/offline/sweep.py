@@ -7,12 +7,11 @@ later batch read again only the checkpoints that they share with earlier ones.
 
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch_lawa.checkpoints.find.select import (
     FoundCheckpoint,
@@ -28,7 +27,7 @@ from torch_lawa.checkpoints.storage.paths import LocalPath, Location, parse_loca
 from torch_lawa.coefficients import Uniform, Weights, name_coefficients
 from torch_lawa.errors import ConfigError, FormatError, OutputError
 from torch_lawa.mean.kernels import PIECE, Bytes, Pieces, make_pieces
-from torch_lawa.metrics import MetricsWriter, Row, read_metrics
+from torch_lawa.metrics import MetricsWriter, Row
 from torch_lawa.offline.average import metadata_of
 from torch_lawa.offline.engine import (
     Meter,
@@ -45,15 +44,11 @@ from torch_lawa.offline.matching import PlannedTensor, match_tensors
 from torch_lawa.offline.options import DEFAULTS, AverageOptions, check_threads
 from torch_lawa.offline.output_files import SafetensorsSink, writing
 from torch_lawa.offline.plan import Input, plan_found, plan_opened
+from torch_lawa.offline.sweep_rows import Evaluator, evaluate, source, without_known
 from torch_lawa.schedule import check_share, num_within
-from torch_lawa.units import format_bytes
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch_lawa.units import counted, format_bytes
 
 __all__ = ["plan_sweep", "run_sweep", "sweep_checkpoints"]
-
-Evaluator = Callable[["dict[str, Tensor]"], Mapping[str, Any]]
 
 _RESULTS = 1 << 22  # bytes of the results of all windows in memory at a time, per thread
 _SHARE_OF_DISK = 0.5
@@ -117,7 +112,7 @@ class SweepPlan:
         first, newest = self.found[ends[0]].label, self.found[ends[-1]].label
         where = newest if len(ends) == 1 else f"{len(ends)} of them ({first} to {newest})"
         lines = [
-            f"Sweep of {len(self.found)} checkpoints ({self.coefficients}): "
+            f"Sweep of {counted(len(self.found), 'checkpoint')} ({self.coefficients}): "
             f"{', '.join(what)}, ending at {where}.",
             f"Results: {len(self.windows)} of {format_bytes(self.result_bytes)} each.",
         ]
@@ -157,9 +152,10 @@ def plan_sweep(
     single safetensors files with the BatchNorm statistics of their newest checkpoint, so `layout`,
     `max_shard_size` and `buffers` of the options do not apply.
     """
-    if min(ks, default=bool(horizons)) < 1 or len(set(ks)) != len(ks):
+    wrong = [k for k in ks if k < 1 or list(ks).count(k) > 1]
+    if wrong or not (ks or horizons):
         raise ConfigError(
-            f"--k {','.join(map(str, ks))}: give distinct whole numbers of at least 1, such as "
+            f"--k {','.join(map(str, wrong))}: give distinct whole numbers of at least 1, such as "
             "2,4,6."
         )
     for share in horizons:
@@ -211,7 +207,7 @@ def sweep_checkpoints(
     *,
     horizons: Sequence[float] = (),
     evaluator: Evaluator | None = None,
-    metrics: Path | None = None,
+    metrics: str | os.PathLike[str] | None = None,
     output: Input | None = None,
     at: Sequence[int] | None = None,
     start: int | None = None,
@@ -240,7 +236,7 @@ def run_sweep(
     plan: SweepPlan,
     *,
     evaluator: Evaluator | None = None,
-    metrics: Path | None = None,
+    metrics: str | os.PathLike[str] | None = None,
     output: Input | None = None,
     scratch: Path | None = None,
     labels: Mapping[str, Any] | None = None,
@@ -251,7 +247,7 @@ def run_sweep(
     """Average every window; evaluate the results, write them to the folder `output`, or both.
 
     Rows that `metrics` already has and results that `output` already has are not computed again,
-    so an interrupted sweep can be resumed.
+    so an interrupted sweep can be resumed. Rows of another run's checkpoints are refused.
     """
     check_threads(threads)
     if evaluator is None and output is None:
@@ -262,7 +258,8 @@ def run_sweep(
             "twice: once with the evaluator and once for the URL."
         )
     meter = meter or Meter()
-    todo = _without_known(plan, metrics)
+    metrics = None if metrics is None else Path(metrics)
+    todo = without_known(plan, metrics)
     rows: list[Row] = []
     facts = {**(labels or {}), "coefficients": plan.coefficients}
     with ExitStack() as stack:
@@ -286,7 +283,8 @@ def run_sweep(
             for window in batch if evaluator else ():
                 if meter.stopped:
                     raise Stopped
-                row = _evaluate(evaluator, locations[window], window, facts)  # type: ignore[arg-type]
+                newest = {"checkpoint": source(plan, window, metrics)} if metrics else {}
+                row = evaluate(evaluator, locations[window], window, facts | newest)  # type: ignore[arg-type]
                 rows.append(row)
                 if writer:
                     writer.write(row)
@@ -295,24 +293,6 @@ def run_sweep(
                 if output is None:
                     Path(str(locations[window])).unlink()
     return rows
-
-
-def _without_known(plan: SweepPlan, metrics: Path | None) -> list[SweepWindow]:
-    if metrics is None or not metrics.exists():
-        return list(plan.windows)
-    known = set()
-    for row in read_metrics(metrics):
-        rule = None if row.get("k") is None else row.get("coefficients")  # raw rows have no rule
-        known.add((row.get("step"), row.get("epoch"), row.get("k"), row.get("horizon"), rule))
-    return [
-        w
-        for w in plan.windows
-        if (w.step, w.epoch, _k(w), w.horizon, None if w.k == 1 else plan.coefficients) not in known
-    ]
-
-
-def _k(window: SweepWindow) -> int | None:
-    return None if window.k == 1 else window.k
 
 
 def _is_made(plan: SweepPlan, window: SweepWindow, location: Location) -> bool:
@@ -453,47 +433,3 @@ class _Pass:
             raw = read_piece(self.opened[at[-1]], tensor.name, *span)
             # A copy: the system cannot write from a mapping that has lost its file.
             yield raw.copy() if code == target else pieces.mean([raw], single, code, target)
-
-
-def _evaluate(
-    evaluator: Evaluator, location: Location, window: SweepWindow, facts: Mapping[str, Any]
-) -> Row:
-    from torch_lawa.checkpoints.formats.safetensors import read_header
-    from torch_lawa.checkpoints.formats.safetensors_torch import load_tensors
-
-    path = Path(str(location))
-    began = time.perf_counter()
-    state = load_tensors(path, read_header(path))
-    with open_checkpoint(location) as made:
-        state.update({name: state[kept] for name, kept in made.aliases.items()})
-    values = evaluator(state)
-    seconds = time.perf_counter() - began
-    if not isinstance(values, Mapping):
-        raise ConfigError(
-            f"the evaluator returned {type(values).__name__}; it must return a dict of named "
-            "values, such as {'test_loss': 0.1}."
-        )
-    moment = {"step": window.step, "epoch": window.epoch}
-    return {
-        **facts,
-        **{name: number for name, number in moment.items() if number is not None},
-        "weights": "raw" if window.k == 1 else "averaged",
-        "k": _k(window),
-        **({} if window.horizon is None else {"horizon": window.horizon}),
-        "batch_norm": None,
-        **{name: _plain(name, value) for name, value in values.items()},
-        "evaluate_seconds": seconds,
-    }
-
-
-def _plain(name: str, value: Any) -> float | int | str | None:
-    """A value that a metrics file can hold; arrays and tensors of one number become floats."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise ConfigError(
-            f"the evaluator returned a {type(value).__name__} as {name!r}; return one number, such "
-            "as value.item()."
-        ) from None

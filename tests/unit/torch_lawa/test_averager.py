@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -66,6 +66,22 @@ def test_average_loads_into_the_model() -> None:
     assert torch.equal(model[4].weight, mean_of(states[-2:], "4.weight"))
     assert torch.equal(model[1].running_mean, states[-1]["1.running_mean"])
     assert torch.equal(model[1].num_batches_tracked, states[-1]["1.num_batches_tracked"])
+
+
+@pytest.mark.parametrize("buffers", ["newest", "average"])
+def test_a_state_dict_has_the_same_average_as_its_model(
+    buffers: Literal["newest", "average"],
+) -> None:
+    """Also of BatchNorm's statistics, which are known by their names there."""
+    model = small_net()
+    by_model, by_state = (LatestWeightAverager(k=2, buffers=buffers) for _ in range(2))
+    for value in (1.0, 2.0):
+        shake(model)
+        model[1].running_mean.fill_(value)
+        by_model.collect(model)
+        by_state.collect(model.state_dict())
+    assert_same_state(by_state.average(), by_model.average())
+    assert by_state.average()["1.running_mean"][0] == (2.0 if buffers == "newest" else 1.5)
 
 
 def test_buffers_are_averaged_on_request() -> None:
@@ -335,7 +351,7 @@ def test_prefixes_of_state_dicts() -> None:
         (lambda s: s.update(w=torch.ones(2).double()), r"'w' is torch.float64.*torch.float32"),
         (lambda s: s.pop("w"), r"'w'.*no longer has it"),
         (lambda s: s.update(x=torch.ones(2)), r"'x' is new"),
-        (lambda s: s.update(w=[1.0, 2.0]), r"'w' is a list, not a tensor"),
+        (lambda s: s.update(w=[1.0, 2.0]), r"'w' is of type list, not a tensor"),
         (lambda s: s.update(w=torch.ones(2, device="meta")), r"'w' is on the meta device"),
         (lambda s: s.update(w=torch.eye(2).to_sparse()), r"'w' has layout torch.sparse"),
     ],
@@ -457,9 +473,9 @@ def test_memory_format_is_kept_and_harmless() -> None:
 
 def test_waiting_and_not_waiting_for_a_full_window() -> None:
     patient, eager = LatestWeightAverager(k=3), LatestWeightAverager(k=3, min_snapshots=1)
-    for averager in (patient, eager):
+    for averager, needed in ((patient, 3), (eager, 1)):
         assert not averager.ready
-        with pytest.raises(NotReadyError, match=r"0 of 3 snapshots.*collect"):
+        with pytest.raises(NotReadyError, match=rf"0 of {needed} snapshots.*collect"):
             averager.average()
         averager.collect({"w": torch.tensor([1.0])})
         averager.collect({"w": torch.tensor([2.0])})
@@ -467,7 +483,7 @@ def test_waiting_and_not_waiting_for_a_full_window() -> None:
     with pytest.raises(NotReadyError, match="2 of 3 snapshots"):
         patient.average()
     assert patient.average(k=2)["w"].item() == 1.5
-    with pytest.raises(NotReadyError, match=r"mean of 3.*only 2"):
+    with pytest.raises(NotReadyError, match=r"k=3, .*holds 2 of 3"):
         patient.average(k=3)
     with pytest.raises(ConfigError, match=r"k=.* from 1 to 3"):
         patient.average(k=4)
@@ -550,6 +566,7 @@ def test_reset_begins_a_new_window() -> None:
         ({"schedule": OnPlateau}, r"OnPlateau'>: give"),
         ({"buffers": "copy"}, "buffers='copy'"),
         ({"frozen": False}, "frozen=False"),
+        ({"include": 3}, "include=3: give name patterns"),
         ({"_sliding": 1}, "_sliding=1"),
         ({"storage_dtype": torch.int8}, "storage_dtype=torch.int8"),
         ({"k": 4, "coefficients": Explicit([1, 2])}, "Explicit has 2 weights"),

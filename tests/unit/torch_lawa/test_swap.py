@@ -336,6 +336,6 @@ def test_a_window_that_was_reset_before_the_block_is_no_mean() -> None:
     model, averager = trained()
     before, swap = state(model), averager.swapped_into(model)
     averager.reset()
-    with pytest.raises(NotReadyError, match="0 snapshots"), swap:
+    with pytest.raises(NotReadyError, match="0 of 2 snapshots"), swap:
         pass
     assert_same_state(state(model), before)

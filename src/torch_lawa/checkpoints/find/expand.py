@@ -25,6 +25,7 @@ from torch_lawa.checkpoints.formats.base import is_plain_name
 from torch_lawa.checkpoints.storage.atomic import TEMPORARY
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location, parse_location
 from torch_lawa.errors import ConfigError, FormatError
+from torch_lawa.units import counted
 
 __all__ = ["POINTERS", "expand"]
 
@@ -73,8 +74,10 @@ def expand(inputs: Sequence[str | os.PathLike[str]]) -> Expansion:
     if not runs:
         return Expansion(_unique(candidates, notes), None, notes)
     if len(everything) > 1:
+        more = len(everything) - 1
+        given = f"{counted(more, 'more input')} {'was' if more == 1 else 'were'} given"
         raise ConfigError(
-            f"{runs[0].folder} is a run's folder, but {len(everything) - 1} more inputs were given."
+            f"{runs[0].folder} is a run's folder, but {given}."
             " Give one run's folder alone, or only checkpoints and patterns "
             f"(such as {runs[0].folder.child('*')})."
         )

@@ -123,7 +123,10 @@ class ShardedCheckpoint(Checkpoint):
             for file in sorted(set(weight_map.values())):
                 location = folder.child(file)
                 if not location.is_file():
-                    raise FormatError(f"{index}: names the shard {file!r}, which does not exist.")
+                    raise FormatError(
+                        f"{index}: names the shard {file!r}, which does not exist. Copy it there, "
+                        "or save the checkpoint again."
+                    )
                 self._shards[file] = opener(location)
             tensors, aliases = self._check(index, weight_map)
         except BaseException:

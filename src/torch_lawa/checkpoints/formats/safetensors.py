@@ -98,9 +98,12 @@ def read_header(path: Path) -> Header:
 
 def parse_header(source: ByteSource, location: Location) -> Header:
     """Read and check a header: lengths, names, dtypes, and offsets that cover the file exactly."""
-    length = -1
-    if source.size >= 8:
-        length = int.from_bytes(source.view(0, 8).tobytes(), "little")
+    if source.size < 8:
+        raise FormatError(
+            f"{location}: not a complete safetensors file (it has {source.size} bytes). It was "
+            "not written to its end; write it again."
+        )
+    length = int.from_bytes(source.view(0, 8).tobytes(), "little")
     if not 2 <= length <= min(_MAX_HEADER, source.size - 8):
         raise FormatError(
             f"{location}: not a complete safetensors file (header length {length}, file size "

@@ -29,6 +29,7 @@ from torch_lawa.system_errors import named_errors
 
 __all__ = [
     "TEMPORARY",
+    "final_name",
     "publish",
     "recover",
     "recover_all",
@@ -46,9 +47,19 @@ TEMPORARY = ".partial"
 
 _NAME = re.compile(rf"(.+)\.[0-9a-f]{{16}}{re.escape(TEMPORARY)}", re.DOTALL)
 _NEW, _OLD = "new", "old"  # the entries of a temporary folder, beside its lock
+_INSIDE = re.compile(rf"\.[0-9a-f]{{16}}{re.escape(TEMPORARY)}(/{_NEW}\b)?")
 _NO_REPLACE, _EXCHANGE = 1, 2  # flags of renameat2
 _ATTEMPTS = 100  # to replace what other processes keep replacing, too
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
+
+
+def final_name(path: str) -> str:
+    """A path with the temporary names in it replaced by those that users know.
+
+    >>> final_name("runs/averaged.0123456789abcdef.partial/new/model.safetensors")
+    'runs/averaged/model.safetensors'
+    """
+    return _INSIDE.sub("", path)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from torch_lawa.integrations.cadence import Cadence, Unit
 from torch_lawa.integrations.lightning._compat import Trainer, rank_zero_warn
 from torch_lawa.schedule import Every, Schedule
 from torch_lawa.validation import one_of
+from torch_lawa.window_choice import WindowSearch
 
 __all__ = ["Interval", "check_run", "make_cadence"]
 
@@ -55,11 +56,16 @@ def make_cadence(
     return Cadence(schedule if schedule is not None else every, unit, start or 0, other or 0)
 
 
-def check_run(cadence: Cadence, trainer: Trainer, averager: LatestWeightAverager) -> None:
+def check_run(
+    cadence: Cadence,
+    trainer: Trainer,
+    averager: LatestWeightAverager,
+    search: WindowSearch | None,
+) -> None:
     """Warn about a run that is too short for an average: it is trained as if without averaging."""
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
-    found = cadence.shortfall(_run_length(trainer, cadence.unit), averager)
+    found = cadence.shortfall(_run_length(trainer, cadence.unit), averager, search=search)
     if found is not None:
         rank_zero_warn(
             f"{found[1]}, so evaluation will use the trained weights throughout. For an average, "

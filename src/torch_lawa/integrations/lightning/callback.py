@@ -235,7 +235,7 @@ class LatestWeightAveraging(Callback):
         """Check the cadence against the run, and whether the window is of this run."""
         average = self._average
         if type(self).should_update is LatestWeightAveraging.should_update:
-            check_run(average.cadence, trainer, self.averager)
+            check_run(average.cadence, trainer, self.averager, average.search)
         if average.search is not None and not trainer.enable_validation:
             raise ConfigError(
                 "choose_window: this run has no validation to compare windows with. Pass "

@@ -129,6 +129,11 @@ class LatestWeightAveragingCallback(TrainerCallback):
                 "choose_window with metrics='averaged': the choice needs the metrics of the "
                 "trained weights as well. Set metrics='both'."
             )
+        if self.search is not None and not monitor.startswith("eval_"):
+            raise ConfigError(
+                f"monitor={monitor!r}: the window is chosen by a metric of the Trainer's "
+                f"evaluation, and their names begin with 'eval_'. Set monitor='eval_{monitor}'."
+            )
         self.metrics: Metrics = metrics
         self.monitor = monitor
         # Gives the model, once attached to a trainer that knows what to do with an average.
@@ -418,12 +423,13 @@ class LatestWeightAveragingCallback(TrainerCallback):
         asked: Iterable[int] | None = None
         if self._strategy == "save" and total is not None and saves_every is not None:
             asked = [*range(saves_every, total, saves_every), total]  # the end is saved, too
-        found = self._cadence.shortfall(total, self.averager, asked)
+        found = self._cadence.shortfall(total, self.averager, asked, self.search)
         if found is not None:
             option = "save_steps" if self._strategy == "save" else "collect_every"
+            start = f"start={self._cadence.start} or " if self._cadence.start else ""
             advice = (
-                f"{found[1]}. Train longer, collect more often ({option}), lower "
-                f"start={self._cadence.start} or k={self.averager.k}, or set min_snapshots=1."
+                f"{found[1]}. Train longer, collect more often ({option}), lower {start}"
+                f"k={self.averager.k}, or set min_snapshots=1."
             )
             metric = str(args.metric_for_best_model)
             if selects_average(metric):

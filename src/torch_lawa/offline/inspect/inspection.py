@@ -22,7 +22,7 @@ from torch_lawa.checkpoints.storage.paths import Location, parse_location
 from torch_lawa.errors import ConfigError, FormatError, LayoutError
 from torch_lawa.offline.engine import Meter, in_threads
 from torch_lawa.offline.inspect.text import aligned, labelled, plain, shortened, wrapped
-from torch_lawa.units import format_bytes
+from torch_lawa.units import counted, format_bytes
 
 __all__ = ["Inspection", "RunInspection", "find_one", "inspect_checkpoint", "inspect_path"]
 
@@ -163,7 +163,8 @@ class RunInspection:
 
     def __str__(self) -> str:
         order = "in the order given" if self.ordered_by == "given" else f"by {self.ordered_by}"
-        lines = [f"{plain(self.path)}: {len(self.found)} checkpoints, oldest first ({order})"]
+        number = counted(len(self.found), "checkpoint")
+        lines = [f"{plain(self.path)}: {number}, oldest first ({order})"]
         rows, unreadable = [], []
         for each, form, size in zip(self.found, self.formats, self.sizes, strict=True):
             shown = "not readable" if size is None else form

@@ -82,6 +82,11 @@ class WatchTarget:
             )
         self._path = Path(os.path.expanduser(text.removeprefix("file://")))
         self.keeps_all = _STEP.search(text) is not None
+        if other := re.search(r"\{\w+[^{}]*\}", _STEP.sub("", self._path.name)):
+            raise ConfigError(
+                f"{text}: {other[0]} would not be replaced. Only {{step}} is, or {{step:07}} with "
+                "leading zeros; it stands for the epoch if checkpoints are numbered by epochs."
+            )
         parts = self._path.parts
         at = next((i for i, part in enumerate(parts) if _STEP.search(part)), len(parts) - 1)
         self._first = Path(*parts[: at + 1])  # the first part that differs between averages

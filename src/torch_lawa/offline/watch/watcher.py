@@ -89,11 +89,14 @@ def watch_run(
         on_message=on_message,
         stop=stop,
     ) as watcher:
+        before = watcher.averaged
         watcher.poll()
         if once and watcher.settling and not stop.wait(settle + 0.01):
             watcher.poll()
         if once and watcher.num_kept < k:
             on_message(f"no average yet: {watcher.num_kept} of {k} checkpoints")
+        elif once and watcher.averaged == before:
+            on_message(f"no new checkpoints: {output} is up to date")
         while not once and not stop.wait(poll):
             watcher.poll()
 
@@ -163,6 +166,11 @@ class Watcher:
     def num_kept(self) -> int:
         """The number of checkpoints in the window."""
         return len(self._window.state.snapshots)
+
+    @property
+    def averaged(self) -> str:
+        """Identifies the window that was averaged last; empty before the first one."""
+        return self._window.state.averaged
 
     def poll(self) -> None:
         """Take new complete checkpoints, and average the window if it has changed."""

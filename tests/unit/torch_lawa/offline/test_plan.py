@@ -67,7 +67,7 @@ def test_weights_go_with_their_files(run: Path, tmp_path: Path) -> None:
 
 
 def test_weights_are_counted(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="3 weights for 1 inputs"):
+    with pytest.raises(ConfigError, match="3 weights for 1 input "):
         plan_average(run, tmp_path / "m", last=3, weights=[1, 2, 3])
     with pytest.raises(ConfigError, match="exclude each other"):
         options = AverageOptions(coefficients="exponential:0.5")

@@ -247,12 +247,28 @@ def test_once_says_that_there_are_too_few(trainer: Trainer, out: Path) -> None:
     assert not out.exists()
 
 
+def test_once_says_that_nothing_is_new(trainer: Trainer, out: Path) -> None:
+    said: list[str] = []
+
+    def once() -> str:
+        watch_run(trainer.folder, out, k=2, once=True, settle=0, on_message=said.append)
+        return said[-1]
+
+    trainer.write(100, 200)
+    assert once() == "step 200: taken (2 of 2)"
+    assert once() == f"no new checkpoints: {out} is up to date"
+    trainer.write(300)
+    assert once() == "step 300: taken (2 of 2)"
+
+
 def test_mistakes_are_refused_at_the_start(trainer: Trainer, out: Path) -> None:
     trainer.write(1)
     for problem, output, how in [
         ("inside the run", trainer.folder / "averaged", {}),
         ("inside the run", trainer.folder / "averages/{step}", {}),
         ("must be a path", "s3://bucket/averaged", {}),
+        ("{epoch} would not be replaced", out.with_name("{epoch}.safetensors"), {}),
+        ("{step:x} would not", out.with_name("{step}-{step:x}"), {}),
         ("k=0", out, {"k": 0}),
         ("weights", out, {"k": 3, "coefficients": "explicit:1,2"}),
         ("dtype", out, {"dtype": "float7"}),
