@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -207,18 +207,21 @@ def test_every_format_gives_the_online_bits(tmp_path: Path, form: str, dtype: to
     "rule", [Uniform(), Exponential(0.4), Annealing("1-sqrt"), Annealing("cosine")]
 )
 @pytest.mark.parametrize("threads", [1, 3])
-def test_every_rule_and_number_of_threads(tmp_path: Path, rule: Uniform, threads: int) -> None:
+@pytest.mark.parametrize("buffers", ["average", "newest"])
+def test_every_rule_and_number_of_threads(
+    tmp_path: Path, rule: Uniform, threads: int, buffers: Literal["average", "newest"]
+) -> None:
     run = tmp_path / "run"
     run.mkdir()
     trained(run, save_single, torch.bfloat16, seed=1, k=4)
-    averager = LatestWeightAverager(k=4, coefficients=rule)
+    averager = LatestWeightAverager(k=4, coefficients=rule, buffers=buffers)
     for step in STEPS:
         averager.collect(load_file(run / f"step_{step}.safetensors"))
     plan = plan_average(
         run,
         tmp_path / "m.safetensors",
         last=4,
-        options=AverageOptions(coefficients=rule, buffers="average"),
+        options=AverageOptions(coefficients=rule, buffers=buffers),
     )
     run_average(plan, threads=threads)
     assert_equal(load_file(tmp_path / "m.safetensors"), averager.average())
