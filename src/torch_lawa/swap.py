@@ -185,10 +185,14 @@ class _Swap(AbstractContextManager[None]):
         _swapped.pop(id(self), None)
 
     def _save(self) -> Callable[[], None]:
-        """Save all values; returns what restores them."""
+        """Save all values; returns what restores them.
+
+        That must not refer to this object: then it is freed, and restores, with its last reference.
+        """
         inner, room = unwrap(self._model), self._memory.enter_context(self._idle_memory)
+        masters = self._masters
         found = {id(tensor): (tensor, room.get(name)) for name, tensor in self._tensors.items()}
-        for copy in () if self._masters is None else self._masters.working_copies():
+        for copy in () if masters is None else masters.working_copies():
             found.setdefault(id(copy), (copy, None))
         buffers = [
             (module._buffers, name, buffer)
@@ -215,8 +219,8 @@ class _Swap(AbstractContextManager[None]):
                     now = owner.get(name)
                     if now is not None and now is not buffer and now.shape == buffer.shape:
                         write_into(local(now), values[id(local(buffer))])
-                if self._masters is not None:
-                    self._masters.share_copies()
+                if masters is not None:
+                    masters.share_copies()
             _clear_autocast_cache()
 
         return restore

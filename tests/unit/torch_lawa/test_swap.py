@@ -1,6 +1,7 @@
 """Lending the mean to a model: always returned, nothing rebound, nothing nested."""
 
 import contextlib
+import gc
 import threading
 
 import pytest
@@ -185,6 +186,22 @@ def test_an_interrupt_while_weights_return_does_not_stop_them(
     assert_same_state(state(model), before)
     with averager.swapped_into(model):
         pass
+
+
+def test_a_swap_that_is_dropped_returns_the_weights_at_once() -> None:
+    """As when Ctrl-C arrives before the first instruction of `__exit__`; no garbage collection."""
+    model, averager = trained()
+    before = state(model)
+    gc.disable()
+    try:
+        lent = averager.swapped_into(model)
+        lent.__enter__()
+        assert swap._swapped
+        del lent
+        assert not swap._swapped
+    finally:
+        gc.enable()
+    assert_same_state(state(model), before)
 
 
 def test_buffers_that_were_replaced_inside_return() -> None:
