@@ -190,7 +190,7 @@ class LatestWeightAverager:
         stored = f", stored as {dtype}" if dtype else ""
         return (
             f"LatestWeightAverager(k={self.k}, {len(self)} of {self.k} snapshots{steps}, "
-            f"{self._window.describe()}{stored}, {self._coefficients})"
+            f"{self._window.describe()}{stored}, {self._coefficients}, {self._schedule})"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -324,11 +324,13 @@ def choose_schedule(schedule: Schedule | None, horizon: float | None, k: int) ->
 
 def check_window(schedule: Schedule, k: int, samples: int, min_snapshots: int) -> None:
     """Refuse a schedule that does not fit a window of k snapshots, of so many samples each."""
-    if isinstance(schedule, Horizon) and schedule.k > k * samples:
-        window = f"k={k}" if samples == 1 else f"k * samples = {k * samples}"
+    room = k * samples
+    # A larger window of plain snapshots is not used in full; one of samples would hardly be used.
+    if isinstance(schedule, Horizon) and (schedule.k > room or (samples > 1 and schedule.k < room)):
+        what, window = ("snapshots", f"k={k}") if samples == 1 else ("samples", f"{room} of them")
         raise ConfigError(
-            f"{schedule} spreads {schedule.k} snapshots over its share of the run, but the window "
-            f"holds {window}: give both the same number."
+            f"{schedule} spreads {schedule.k} {what} over its share of the run, but the window "
+            f"holds {window}: set the schedule's k to {room}."
         )
     expected = schedule.expected()
     if expected is not None and expected // samples < min_snapshots:

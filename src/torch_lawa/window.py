@@ -350,6 +350,8 @@ class Window:
     def describe(self) -> str:
         """Size and store, in a few words."""
         where = self.store.describe()
+        if self.samples > 1:
+            where += f", {self.samples} samples each"
         if not self.averaged.groups:
             return where
         held = len(self.snapshots) * self.averaged.nbytes + self.kept.nbytes

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from support.models import assert_same_state
 from torch import Tensor, nn
 
-from torch_lawa import Blend, DiskStore, LatestWeightAverager
+from torch_lawa import Blend, DiskStore, Horizon, LatestWeightAverager
 from torch_lawa.errors import ConfigError, NotReadyError, StateError
 from torch_lawa.stores.memory import HostStore
 
@@ -150,6 +150,13 @@ def test_a_new_window_and_another_model_begin_with_no_samples() -> None:
     torch.testing.assert_close(averager.average()["0.weight"], torch.stack(run.points[6:]).mean(0))
     averager.load_state_dict(averager_of(2, 4).state_dict())
     assert not averager.ready
+
+
+@pytest.mark.parametrize("k", [4, 8, 64])
+def test_a_horizon_that_does_not_fit_its_samples_is_refused(k: int) -> None:
+    LatestWeightAverager(k=4, samples=4, schedule=Horizon(1 / 4, k=16))
+    with pytest.raises(ConfigError, match="k to 16"):
+        LatestWeightAverager(k=4, samples=4, schedule=Horizon(1 / 4, k=k))
 
 
 def test_a_horizon_spreads_its_samples_over_the_share() -> None:
