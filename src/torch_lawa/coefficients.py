@@ -336,7 +336,9 @@ def _curve(curve: AnnealingCurve, t: float) -> float:
     return 1.0 - math.sqrt(t) if curve == "1-sqrt" else (1.0 + math.cos(math.pi * t)) / 2.0
 
 
-@register_coefficients("blend:B[,RULE]", "B times the mean by RULE, 1 - B times the newest")
+@register_coefficients(
+    "blend:B[,RULE]", "B of the mean (weighted by RULE) plus 1 - B of the newest weights"
+)
 @dataclass(frozen=True)
 class Blend:
     """The mean and the live weights: `(1 - blend) * live + blend * mean`.

@@ -15,7 +15,7 @@ __all__ = ["TwoTailedAverage"]
 class TwoTailedAverage:
     """Two running means of all steps since their beginnings: a long one, and a short one.
 
-    When the short one has no higher validation loss, it replaces the long one and begins anew, so
+    When the short one has no higher validation loss, it replaces the long one and starts over, so
     the long one always begins about where the average is best. The long one is served.
     """
 

@@ -58,7 +58,7 @@ class WrappedRun(Protocol):
         ...
 
     def reset_optimizer(self) -> None:
-        """Forget the momentum and the like; it begins anew at the next step."""
+        """Reset the optimizer state (momentum and so on)."""
         ...
 
 

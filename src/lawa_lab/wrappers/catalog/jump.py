@@ -14,7 +14,7 @@ class Jump(Wrapper):
 
     If the mean training loss of the next `patience` steps is above that of the last `patience`
     steps before the jump, the weights of the moment before it return. `patience` 0 never goes back.
-    With `reset` 1 the optimizer begins anew after each jump and each return; with 0 it keeps its
+    With `reset` 1 the optimizer state is reset after each jump and each return; with 0 it keeps its
     momentum.
     """
 

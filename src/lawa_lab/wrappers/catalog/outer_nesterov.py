@@ -11,7 +11,7 @@ from lawa_lab.wrappers.registry import Wrapper, register_wrapper
 @register_wrapper
 @dataclass(frozen=True)
 class OuterNesterov(Wrapper):
-    """A Nesterov step on the weights of `k` steps ago, with the way since then as the gradient.
+    """A Nesterov step on the weights of `k` steps ago, with the displacement since then as gradient.
 
     With `mean` above 0 the way ends at the mean of the last share `mean` of the k steps instead of
     at the last one: an outer step on averages.
