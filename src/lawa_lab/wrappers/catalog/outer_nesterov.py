@@ -11,10 +11,11 @@ from lawa_lab.wrappers.registry import Wrapper, register_wrapper
 @register_wrapper
 @dataclass(frozen=True)
 class OuterNesterov(Wrapper):
-    """A Nesterov step on the weights of `k` steps ago, with the displacement since then as gradient.
+    """Every `k` steps, a Nesterov step on the weights of k steps ago.
 
-    With `mean` above 0 the way ends at the mean of the last share `mean` of the k steps instead of
-    at the last one: an outer step on averages.
+    Its gradient is those weights minus the present ones. With `mean` above 0, the mean over the
+    last share `mean` of the k steps takes the place of the present weights: an outer step on
+    averages.
     """
 
     name: ClassVar[str] = "outer-nesterov"
