@@ -28,7 +28,8 @@ def one_of(name: str, value: object, choices: tuple[object, ...], hint: str = ""
 def check_kind(name: str, value: object, method: str, examples: str) -> None:
     """Raise if the object lacks `method`, or is a class instead of an instance."""
     if isinstance(value, type) or not hasattr(value, method):
-        raise ConfigError(f"{name}={value!r}: give an object such as {examples}.")
+        shown = repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"
+        raise ConfigError(f"{name}={shown}: give an object such as {examples}.")
 
 
 def check_float(dtype: object) -> None:

@@ -295,7 +295,7 @@ class WindowChooser:
             self._batch_norm.put_into(
                 model,
                 self._averager,
-                lambda: nullcontext(self._loader or ()),
+                lambda: nullcontext(() if self._loader is None else self._loader),
                 group=self._group,
                 k=k,
             )

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from torch_lawa import LatestWeightAverager
-from torch_lawa.errors import LayoutError, NotReadyError
+from torch_lawa.errors import ConfigError, LayoutError, NotReadyError
 from torch_lawa.integrations.torch_swa import from_averaged_model, to_averaged_model
 
 
@@ -271,3 +271,8 @@ def test_nothing_inside(state: dict[str, Tensor]) -> None:
 def test_state_of_a_bare_model_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"'steps'.*use it as it is"):
         from_averaged_model(Net().state_dict())
+
+
+def test_a_plain_model_is_no_average() -> None:
+    with pytest.raises(ConfigError, match="Linear is no AveragedModel"):
+        from_averaged_model(nn.Linear(1, 1))  # type: ignore[arg-type]

@@ -63,7 +63,7 @@ class TrainingRun:
         if self.gpus % self.gpus_per_node:
             raise ConfigError(
                 f"gpus={self.gpus} is not a multiple of gpus_per_node={self.gpus_per_node}. Give "
-                "whole nodes, or set gpus_per_node."
+                "whole nodes, or change gpus_per_node (--gpus-per-node)."
             )
         one_of("dtype", self.dtype, tuple(_ITEMSIZE))
         one_of("store", self.store, _STORES)

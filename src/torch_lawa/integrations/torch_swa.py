@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from torch_lawa.averager import LatestWeightAverager
-from torch_lawa.errors import LayoutError
+from torch_lawa.errors import ConfigError, LayoutError
 from torch_lawa.masters import is_sharded_model
 from torch_lawa.selection import unwrap
 
@@ -66,6 +66,11 @@ def from_averaged_model(source: AveragedModel | Mapping[str, Tensor]) -> dict[st
     """
     if isinstance(source, AveragedModel):
         return plain_state_dict(source.module)
+    if not isinstance(source, Mapping):
+        raise ConfigError(
+            f"from_averaged_model: a {type(source).__name__} is no AveragedModel. Pass an "
+            "AveragedModel or a saved state dict of one; other models are not averages."
+        )
     state = {name: tensor for name, tensor in source.items() if name != _COUNT}
     if not state or not all(name.startswith("module.") for name in state):
         other = next((name for name in state if not name.startswith("module.")), None)

@@ -326,3 +326,19 @@ def test_the_best_window_of_a_noisy_quadratic() -> None:
             chosen.append(choice.k)
     assert chosen[0] < 16  # early on a long window is far behind
     assert chosen[-1] == 16  # in the end only noise remains, and the longest one is best
+
+
+def test_batches_may_be_a_tensor() -> None:
+    """Rows of it are batches, as in any loop; it has no truth value of its own."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    averager = LatestWeightAverager(k=2, min_snapshots=1)
+    averager.collect(model)
+    chooser = WindowChooser(averager, lambda model: 1.0, loader=torch.randn(3, 8, 2))
+    assert chooser.choose(model).k in (0, 1)
+
+
+def test_a_model_in_the_place_of_the_averager_is_named_in_short() -> None:
+    big = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
+    with pytest.raises(ConfigError, match="averager=a Sequential: give") as caught:
+        WindowChooser(big, lambda model: 1.0)  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 120
