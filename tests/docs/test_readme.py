@@ -28,8 +28,13 @@ def test_the_two_loops() -> None:
             train_step(model, optimizer, batch)
 
     names: dict[str, Any] = {
-        **{"model": model, "optimizer": optimizer, "train_loader": loader, "val_loader": loader},
-        **{"train_step": train_step, "train_one_epoch": train_one_epoch, "epochs": 8},
+        "model": model,
+        "optimizer": optimizer,
+        "train_loader": loader,
+        "val_loader": loader,
+        "train_step": train_step,
+        "train_one_epoch": train_one_epoch,
+        "epochs": 8,
         "evaluate": lambda model, _: evaluated.append(model[0].weight.detach().clone()),
     }
     by_epochs, growing = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[:2]
