@@ -50,6 +50,11 @@ def translated_errors(url: str) -> Iterator[None]:
     except LawaError:
         raise
     except FileNotFoundError as error:
+        # fsspec's HTTP file system reports every failure as a missing file.
+        cause = error.__cause__
+        refused = getattr(cause, "status", 404) not in (404, 410)
+        if isinstance(cause, Exception) and (refused or _names(cause) & _UNREACHABLE):
+            raise _explained(url, cause) from error
         if _code(error) == "NoSuchBucket" or (_code(error) == "404" and "/" not in _path(url)):
             bucket = f"{url.partition('://')[0]}://{_path(url).partition('/')[0]}"
             raise ConfigError(

@@ -1,8 +1,10 @@
 """One battery for every kind of place; then what only remote ones can get wrong."""
 
+import http.server
 import io
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -255,6 +257,31 @@ def test_what_a_server_says_becomes_what_to_do(
     for act in (lambda: location.upload(Path(__file__)), location.remove):
         with pytest.raises(OutputError, match=r"not (written|removed)"):
             act()
+
+
+def test_a_web_server_that_fails_is_not_a_missing_file() -> None:
+    pytest.importorskip("aiohttp")
+    codes = {"/gone.pt": 404, "/secret.pt": 403, "/broken.pt": 500}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(codes[self.path])
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert not parse_location(f"{url}/gone.pt").is_file()
+        for name, code in (("secret", "403"), ("broken", "500")):
+            with pytest.raises(OSError, match=f"{name}.pt: the server failed .*{code}"):
+                parse_location(f"{url}/{name}.pt").is_file()
+        server.shutdown()
+    with pytest.raises(ConnectionError, match=r"gone.pt: the server cannot be reached"):
+        parse_location(f"{url}/gone.pt").is_file()
 
 
 def test_a_url_is_shown_as_it_was_given() -> None:
