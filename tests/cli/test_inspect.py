@@ -91,7 +91,7 @@ def test_the_key_of_a_pytorch_file(tmp_path: Path, capsys: pytest.CaptureFixture
     ("arguments", "code", "says"),
     [
         (["nothing"], 1, "no such file or folder"),
-        (["step_100.safetensors", "."], 1, "Give one of them"),
+        (["step_100.safetensors", "."], 2, "Give one of them"),
         ([], 2, "Missing argument"),
     ],
 )

@@ -86,15 +86,17 @@ def test_a_mistake_on_the_command_line_is_2(
     assert not output.exists()
 
 
-@pytest.mark.parametrize("error", [ConfigError("k=0:\n  too few."), OSError("disk full")])
-def test_a_failure_is_one_line_and_1(
-    error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("k=0:\n  too few."), 2), (OSError("disk full"), 1)]
+)
+def test_an_error_is_one_line_and_2_for_a_bad_value(
+    error: Exception, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(cli.lawa, "invoke", fail)
-    assert exit_code(["demo"]) == 1
+    assert exit_code(["demo"]) == code
     assert capsys.readouterr().err in {"Error: k=0: too few.\n", "Error: disk full\n"}
 
 

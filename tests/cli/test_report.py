@@ -159,10 +159,10 @@ def test_one_metric_and_one_window_can_be_asked_for(lawa: Lawa) -> None:
     assert "test accuracy" in said
     assert "test loss" not in said
     code, _, complained = lawa(file, "--k", 7)
-    assert code == 1
+    assert code == 2
     assert "there are [6]" in complained
     code, _, complained = lawa(file, "--metric", "speed")
-    assert code == 1
+    assert code == 2
     assert "there are test_loss, test_accuracy" in complained
 
 

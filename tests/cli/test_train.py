@@ -85,8 +85,8 @@ def test_what_is_asked_for_goes_before_the_smoke_values(
         (["digits", "--budgets", ""], 2, "distinct, positive numbers"),
         (["digits", "--resume", "--overwrite"], 2, "give one of them"),
         (["digits", "--wrap", "lookahead:5:2"], 2, "lookahead[:K:ALPHA]"),
-        (["digits", "--test-fraction", "0.9999"], 1, "test_fraction=0.9999"),
-        (["digits", "--device", "tpu"], 1, "cpu"),
+        (["digits", "--test-fraction", "0.9999"], 2, "test_fraction=0.9999"),
+        (["digits", "--device", "tpu"], 2, "cpu"),
         (["cifar100-resnet34"], 1, "cifar-100-binary"),
         (["imagenet-resnet50", "--data", "nowhere"], 1, "nowhere"),
         (["wikitext103-roberta", "--data", "nowhere"], 1, "nowhere"),
@@ -116,7 +116,7 @@ def test_a_run_from_begin_to_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--resume" in capsys.readouterr().err
     assert lawa(*DIGITS, "--resume") == 0
     assert "It is finished" in capsys.readouterr().out
-    assert lawa(*DIGITS, "--resume", "--learning-rate", "0.1") == 1
+    assert lawa(*DIGITS, "--resume", "--learning-rate", "0.1") == 2
     assert "learning_rate was 0.2 and is 0.1" in capsys.readouterr().err
     assert lawa(*DIGITS, "--overwrite", "--json") == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -135,7 +135,7 @@ def test_a_target_is_a_loss_or_an_accuracy(capsys: pytest.CaptureFixture[str]) -
 def test_a_wrong_target_is_found_at_the_first_evaluation(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert lawa(*DIGITS, "--ks", "2", "--until", "valid_loss=0.1", "-o", "run") == 1
+    assert lawa(*DIGITS, "--ks", "2", "--until", "valid_loss=0.1", "-o", "run") == 2
     assert "--until valid_loss=0.1: this run measures" in capsys.readouterr().err
     assert {row["weights"] for row in rows_of(Path("run"))} == {"raw"}
 
@@ -147,7 +147,7 @@ def test_a_mistake_neither_costs_nor_leaves_a_run(capsys: pytest.CaptureFixture[
     metrics = Path("runs/cifar100-resnet34-sgd-seed-0/metrics.jsonl")
     before = metrics.read_text()
     assert lawa(*cifar[:2], "--overwrite") == 1
-    assert lawa(*cifar, "--overwrite", "--ks", "60") == 1
+    assert lawa(*cifar, "--overwrite", "--ks", "60") == 2
     assert "never be full" in capsys.readouterr().err
     assert metrics.read_text() == before
 

@@ -159,7 +159,7 @@ def test_a_failed_rank_stops_the_others(home: Path) -> None:
 def test_rank_0_prints_what_was_typed_wrong(home: Path) -> None:
     words: list[object] = ["average", "run", "--last", 9, "-o", "new/out"]
     ended = finish(start(words, 3, folder=home))
-    assert [e.code for e in ended] == [1, 1, 1]
+    assert [e.code for e in ended] == [2, 1, 1]
     problem = ended[0].stderr.removeprefix("Error: ")
     assert ended[1].stderr == f"Error: rank 0 failed, so nothing was written: {problem}"
     assert is_tidy(home)  # not even the folder that would hold the output

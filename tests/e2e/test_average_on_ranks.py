@@ -204,7 +204,7 @@ def test_the_work_of_one_process_is_refused_once(
     home: Path, words: list[object], what: str
 ) -> None:
     ended = finish(start(words, 2, folder=home))
-    assert [e.code for e in ended] == [1, 1]
+    assert [e.code for e in ended] == [2, 1]
     assert f"{what} is the work of one process" in ended[0].stderr
     assert (ended[1].stdout, ended[1].stderr) == ("", "")
     assert sorted(p.name for p in home.iterdir()) == ["run", "tiny"]

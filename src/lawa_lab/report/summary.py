@@ -33,7 +33,7 @@ from lawa_lab.report.savings import (
     compare,
     mean_of,
 )
-from torch_lawa.errors import ConfigError, FormatError
+from torch_lawa.errors import ConfigError, FormatError, LawaError
 
 __all__ = [
     "MainRow",
@@ -217,7 +217,7 @@ def summarise(runs: Sequence[Run], *, metric: str | None = None, k: int | None =
     recipes = [_recipe(recipe, own, metric, k) for recipe, own in by_recipe.items()]
     told = tuple(recipe for recipe in recipes if recipe.metrics)
     if not told:
-        raise FormatError(_nothing(runs, metric))
+        raise _nothing(runs, metric)
     how = words.definitions([recipe.axis for recipe in told])
     if any(metric.frontier for recipe in told for metric in recipe.metrics):
         how = (*frontier_words.DEFINITIONS, *how)
@@ -417,12 +417,12 @@ def _window_order(series: Series) -> tuple[bool, str, float, bool, str, int]:
     return (other, series.weights, series.k or 0, how != "uniform", how, treatment_rank(series))
 
 
-def _nothing(runs: Sequence[Run], metric: str | None) -> str:
+def _nothing(runs: Sequence[Run], metric: str | None) -> LawaError:
     there = [m.name for m in metrics_of(row for run in runs for row in run.rows)]
     if metric is not None and metric not in there:
         names = f"there are {', '.join(there)}" if there else "there are none"
-        return f"--metric {metric!r} is not a metric that can be compared; {names}."
-    return (
+        return ConfigError(f"--metric {metric!r} is not a metric that can be compared; {names}.")
+    return FormatError(
         "no metric has both raw and averaged weights to compare. A metric can be compared if its "
         "name ends in loss, perplexity, error or accuracy."
     )

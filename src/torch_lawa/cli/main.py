@@ -1,9 +1,9 @@
 """The `lawa` command: find the verbs, load the one that is called, map errors to exit codes.
 
-Exit codes: 0 success, 1 failure, 2 usage error, 130 interrupted. Nothing heavy is imported here, so
-that `lawa --help` is fast. Other packages add verbs through the entry-point group `lawa.verbs`;
-each entry is a table like `_VERBS`. The lab adds train, report and demo this way, so that the
-library does not import the lab.
+Exit codes: 0 success, 1 failure, 2 a bad option, argument or setting (`ConfigError`), 130
+interrupted. Nothing heavy is imported here, so that `lawa --help` is fast. Other packages add verbs
+through the entry-point group `lawa.verbs`; each entry is a table like `_VERBS`. The lab adds train,
+report and demo this way, so that the library does not import the lab.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import click
 from torch_lawa._version import __version__
 from torch_lawa.cli.output import echo, shortened, tolerate_any_text
 from torch_lawa.cli.signals import noted_interrupts
-from torch_lawa.errors import LawaError
+from torch_lawa.errors import ConfigError, LawaError
 
 __all__ = ["lawa", "main"]
 
@@ -114,7 +114,7 @@ def _run_verb(args: list[str] | None, verbs: Verbs, interrupts: Sequence[int]) -
         return 1
     except (LawaError, OSError) as error:
         echo(shortened(f"Error: {' '.join(_message(error).split())}"), err=True)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     return code if isinstance(code, int) else 0
 
 

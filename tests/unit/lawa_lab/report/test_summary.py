@@ -364,7 +364,7 @@ def test_recipes_are_reported_apart_and_a_metric_can_be_chosen() -> None:
     assert found == [("a", ["loss", "top5_accuracy"]), ("b", ["loss", "top5_accuracy"])]
     assert len(report.recipes[0].metrics[0].main) == 1  # not against the other recipe's
     assert report_on(run("a"), metric="top5_accuracy").metric.better == "higher"
-    with pytest.raises(FormatError, match=r"'speed' is not .* there are loss, top5_accuracy"):
+    with pytest.raises(ConfigError, match=r"'speed' is not .* there are loss, top5_accuracy"):
         summarise([run("a")], metric="speed")
 
 
