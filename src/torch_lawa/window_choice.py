@@ -128,8 +128,10 @@ class WindowSearch:
 
     def candidates(self, averager: LatestWeightAverager) -> list[int]:
         """The windows to measure now, besides the raw weights; none before the first snapshot."""
-        ks = self._ks or sorted({1, max(averager.k // 4, 1), max(averager.k // 2, 1), averager.k})
-        found = [k for k in ks if k <= len(averager)]
+        ks = self._ks or (1, max(averager.k // 4, 1), max(averager.k // 2, 1), averager.k)
+        found = sorted({k for k in ks if k <= len(averager)})
+        if self._ks is None:  # early in a run, a horizon may leave out snapshots of the ring
+            found = sorted({min(k, averager.num_averaged) for k in found})
         if self._num_decided % self._full_every and self._k in found:
             at = found.index(self._k)
             return found[max(at - 1, 0) : at + 2]

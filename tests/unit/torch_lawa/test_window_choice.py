@@ -94,6 +94,15 @@ def test_windows_of_a_small_ring(k: int, windows: list[int]) -> None:
     assert WindowSearch().candidates(averager) == windows
 
 
+def test_early_in_a_run_no_window_reaches_beyond_the_horizon() -> None:
+    averager = LatestWeightAverager(k=16, horizon=1 / 4)
+    for _ in range(20):
+        averager.step({"w": torch.zeros(1)})
+    assert (len(averager), averager.num_averaged) == (16, 5)
+    assert WindowSearch().candidates(averager) == [1, 4, 5]
+    assert WindowSearch([8, 16]).candidates(averager) == [8, 16]  # as asked for
+
+
 def test_a_hardly_better_window_changes_nothing() -> None:
     search = WindowSearch(margin=0.1)
     assert search.decide({0: 2.0, 2: 1.0, 4: 1.5}) == 2
