@@ -5,11 +5,13 @@
     python benchmarks/frontier.py cifar100 RUN... --smoke --out /tmp/smoke          # CPU, seconds
 
 A RUN is `constant-RATE` (with all its landings as branches, at every budget), `linear-RATE-EPOCHS`,
-`cosine-RATE-EPOCHS` or `free-RATE` (Schedule-Free), followed by `-seed-N` (default 0). Wrappers may
-come before the seed: `constant-0.1-100e+sam:0.05-seed-1`. A first word `val-` holds out training
-images and evaluates on them (CIFAR-100 only). Runs are those of
-`lawa train`: each has folders with `config.json` and `metrics.jsonl`, which `lawa report` reads.
-`--landed 200` lets constant-rate runs land at these epochs instead of the study's.
+`cosine-RATE-EPOCHS` or `free-RATE` (Schedule-Free), followed by `-seed-N` (default 0). Before the
+seed there may be a weight decay, `free-10-30e-wd-2e-4`, and wrappers,
+`constant-0.1-100e+sam:0.05-seed-1`. A first word `val-` holds out training images and evaluates on
+them (CIFAR-100 only). Runs are those of `lawa train`: each has folders with `config.json` and
+`metrics.jsonl`, which `lawa report` reads. `--landed 200` lets constant-rate runs land at these
+epochs instead of the study's, `--landed` alone at none. The study `cifar100-windows` has the same
+runs as `cifar100`, with windows of other spans and sizes.
 
 `--launch N` runs N processes at a time, in the order given; see `launcher.py`.
 """
@@ -54,7 +56,8 @@ STUDIES = {
         landed=(0.25, 0.5, 1),
         shared={"evaluation_tokens": 2**17, "quantize": (8, 4), "nu": 500},
         anytime={
-            "samples": 16,
+            "samples": 16, "choose_window": True,
+            "coefficients": ("uniform", "recent:0.1", "recent:0.05"),
             "methods": (
                 "dense:0.1:8", "dense:0.2:8", "horizon:0.2:8:0.3", "horizon:0.25:16", "ema:0.99",
                 "growing-ema:0.1", "growing-ema:0.05",
@@ -115,9 +118,23 @@ STUDIES = {
         },
     ),
 }  # fmt: skip
+STUDIES["cifar100-windows"] = dataclasses.replace(
+    STUDIES["cifar100"],
+    evaluate_at=(30, 60, 100, 150),
+    landed=(200,),
+    shared={**STUDIES["cifar100"].shared, "evaluate_every": 10**6},
+    anytime={
+        "samples": 16,
+        "methods": (
+            *(f"horizon:{share}:{k}" for share in (0.1, 0.25, 0.5) for k in (8, 16, 32)),
+            *("dense:0.25:8", "ema:0.999", "growing-ema:0.1", "growing-ema:0.25", "swa:4000"),
+        ),
+    },
+)
 
 _NAME = re.compile(
-    r"(val-)?(constant|linear|cosine|free)-([\d.e-]*\d)(?:-(\d[\d.]*)e)?(?:\+(.+?))?(?:-seed-(\d+))?"
+    r"(val-)?(constant|linear|cosine|free)-([\d.e-]*\d)(?:-(\d[\d.]*)e)?"
+    r"(?:-wd-([\d.e-]*\d))?(?:\+(.+?))?(?:-seed-(\d+))?"
 )
 
 
@@ -126,7 +143,7 @@ def plan_run(study: Study, name: str, data: Path, out: Path, *, smoke: bool) -> 
     found = _NAME.fullmatch(name)
     if found is None:
         raise SystemExit(f"{name}: not a run, such as constant-1e-3-seed-0 or cosine-1e-3-0.5e")
-    held_out, kind, rate, epochs, wrap, seed = found.groups()
+    held_out, kind, rate, epochs, weight_decay, wrap, seed = found.groups()
     recipe = find_recipe(study.recipe)
     settings = {
         **(recipe.smoke_values if smoke else {}),
@@ -136,6 +153,7 @@ def plan_run(study: Study, name: str, data: Path, out: Path, *, smoke: bool) -> 
         "schedule": kind if kind in ("linear", "cosine") else "constant",
         "epochs": _number(float(epochs)) if epochs else max(study.budgets),
         **(study.anytime if kind == "constant" else {}),
+        **({"weight_decay": float(weight_decay)} if weight_decay else {}),
         **({"evaluate_at": study.evaluate_at} if kind in ("constant", "free") else {}),
         **(study.free if kind == "free" else {}),
         **({"held_out": 5000, "methods": ()} if held_out and not smoke else {}),
@@ -173,10 +191,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("study", choices=sorted(STUDIES))
     add_options(parser, out="runs/frontier")
-    parser.add_argument("--landed", type=float, nargs="+", metavar="EPOCHS")
+    parser.add_argument("--landed", type=float, nargs="*", metavar="EPOCHS")
     arguments = parser.parse_args()
     study, words = STUDIES[arguments.study], [arguments.study]
-    if arguments.landed:
+    if arguments.landed is not None:
         study = dataclasses.replace(study, landed=tuple(arguments.landed))
         words += ["--landed", *map(str, study.landed)]
 

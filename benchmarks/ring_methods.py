@@ -58,7 +58,7 @@ STUDIES = {
         evaluate_at=(30, 60, 100),
         free={"optimizer": "schedule-free-sgd", "warmup_steps": 1000},
         landings=((0.2, "linear"),),
-        landed=(60, 100),
+        landed=(100,),
         shared={
             "held_out": 5000, "evaluate_test": True, "batch_norm": ("re-estimated",),
             "batch_norm_batches": 20, "variants_every": 1, "evaluate_every": 20, "ks": (16,),

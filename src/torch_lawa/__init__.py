@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from torch_lawa.coefficients import Coefficients as Coefficients
     from torch_lawa.coefficients import Explicit as Explicit
     from torch_lawa.coefficients import Exponential as Exponential
+    from torch_lawa.coefficients import Recent as Recent
     from torch_lawa.coefficients import Uniform as Uniform
     from torch_lawa.coefficients import Weights as Weights
     from torch_lawa.coefficients import register_coefficients as register_coefficients
@@ -60,6 +61,7 @@ _PUBLIC = {
         "Coefficients",
         "Explicit",
         "Exponential",
+        "Recent",
         "Uniform",
         "Weights",
         "register_coefficients",

@@ -47,21 +47,19 @@ class LatestWeightAverager:
 
     Args:
         k: How many snapshots the window holds. The paper's default is 6.
-        coefficients: The weights of the mean: `Uniform()`, `Exponential(alpha)`,
+        coefficients: The weights of the mean: `Uniform()`, `Recent(share)`, `Exponential(alpha)`,
             `Explicit(weights)`, `Annealing(curve)` or `Blend(blend, rule)`.
         blend: Blend the mean with the live weights: `(1 - blend) * live + blend * mean`, as with
             `Blend(blend, coefficients)`.
         schedule: When `step` takes a snapshot: `Every(n, start=...)` or `OnPlateau(...)`; by
             default at every call. The averager works with a copy of it.
-        horizon: Instead of a schedule: the share of the steps so far, such as 1/4, that the window
-            spans with its `k` snapshots, however long the run will be (see `Horizon`).
-            It decides when `step` takes a snapshot, and has no effect on `collect`.
+        horizon: Instead of a schedule: the window spans this share of the steps so far, such as
+            1/4, however long the run will be (see `Horizon`). It has no effect on `collect`.
         samples: How many collected weights make up a snapshot, which is their mean. `samples=16`
             averages 16 times as many points of the run, also those since the newest snapshot, for
             one more copy of the weights in memory (float32, on the model's device).
         min_snapshots: How many snapshots an average needs; `k` by default, as in the paper, and 1
-            with a horizon. `min_snapshots=1` averages whatever was collected, from the first
-            snapshot on.
+            with a horizon.
         store: Where snapshots are kept: "host" memory (filled in the background from a GPU), the
             model's "device", or a `DiskStore(folder)`.
         storage_dtype: Store snapshots in `torch.bfloat16` or `torch.float16` to halve their memory.
@@ -232,6 +230,8 @@ class LatestWeightAverager:
         refuse_if_swapped(model, "collect was called")
         index = self.num_collected
         label = self._window.next_label(step, self._num_steps or index + 1)
+        if step is None and not self._num_steps and not index:
+            self._schedule.warn_if_bypassed()
         selection = self._select(model)
         self._compare_ranks(model, f"the first call of averager.collect, of step {label},")
         counters: Counters = {**self._counters(), "num_collected": index + 1}

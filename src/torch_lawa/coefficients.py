@@ -8,11 +8,12 @@ To add a rule, decorate its class with `register_coefficients`. Parsing, names i
 `--help` and error messages follow from that one entry.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, Protocol, Self, TypeVar, get_args
+from typing import Literal, Protocol, Self, TypeVar, get_args, runtime_checkable
 
 from torch_lawa.errors import ConfigError
 
@@ -22,6 +23,8 @@ __all__ = [
     "Coefficients",
     "Explicit",
     "Exponential",
+    "Recent",
+    "StepCoefficients",
     "Uniform",
     "Weights",
     "blended",
@@ -29,6 +32,7 @@ __all__ = [
     "name_coefficients",
     "parse_coefficients",
     "register_coefficients",
+    "weights_at",
 ]
 
 AnnealingCurve = Literal["linear", "1-sqrt", "cosine"]
@@ -62,6 +66,34 @@ class Coefficients(Protocol):
     def weights(self, n: int) -> Weights:
         """The weights of a window of `n` snapshots, oldest first."""
         ...
+
+
+@runtime_checkable
+class StepCoefficients(Coefficients, Protocol):
+    """A rule that also depends on when the snapshots were taken."""
+
+    def weights_at(self, steps: Sequence[int]) -> Weights:
+        """The weights of snapshots taken at these steps, which increase."""
+        ...
+
+
+def weights_at(rule: Coefficients, steps: Sequence[int | None]) -> Weights:
+    """The weights of snapshots taken at these steps; None where a step is not known.
+
+    >>> weights_at(Uniform(), [None, None])
+    Weights(numerators=(1.0, 1.0), divisor=2.0)
+    """
+    if isinstance(rule, Blend):
+        return rule.merged(weights_at(rule.rule, steps))
+    if not isinstance(rule, StepCoefficients):
+        return rule.weights(len(steps))
+    known = [step for step in steps if step is not None]
+    if len(known) < len(steps) or any(b <= a for a, b in itertools.pairwise(known)):
+        raise ConfigError(
+            f"coefficients {name_coefficients(rule)}: needs the step of every checkpoint, and the "
+            "steps must increase. Use uniform or exponential coefficients."
+        )
+    return rule.weights_at(known)
 
 
 class NamedCoefficients(Coefficients, Protocol):
@@ -226,6 +258,53 @@ class Exponential:
         return Weights((past ** (n - 1), *newer), 1.0)
 
 
+@register_coefficients("recent:SHARE", "an EMA over the last SHARE of the steps, such as 0.1")
+@dataclass(frozen=True)
+class Recent:
+    """Recent steps count more: the weights of an EMA whose memory grows with the run.
+
+    Its time constant is `share` of the steps so far, so step s counts `s ** (1 / share - 1)`. A
+    snapshot stands for the steps since the one before it, and steps before the window do not count.
+    Unlike with `Exponential`, the result hardly depends on the number of snapshots.
+
+    >>> Recent(0.5).weights_at([10, 20, 40]).numerators  # 10^2, 20^2 - 10^2, 40^2 - 20^2 of 40^2
+    (0.0625, 0.1875, 0.75)
+    """
+
+    share: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.share <= 1.0:
+            raise ConfigError(
+                f"Recent(share={self.share}): the share of the steps so far must be above 0 and at "
+                "most 1, such as 0.1."
+            )
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        """`recent` or `recent:0.1`."""
+        return cls(float(argument)) if argument else cls()
+
+    @property
+    def argument(self) -> str:
+        """The share."""
+        return f"{self.share:g}"
+
+    def weights(self, n: int) -> Weights:
+        """Those of snapshots at steps 1 to n."""
+        return self.weights_at(range(1, n + 1))
+
+    def weights_at(self, steps: Sequence[int]) -> Weights:
+        """The part of the EMA's weights that each snapshot stands for."""
+        if len(steps) == 1:
+            return Weights((1.0,), 1.0)
+        # The oldest snapshot stands for as many steps as the one after it.
+        begin = max(0, 2 * steps[0] - steps[1])
+        sums = [(step / steps[-1]) ** (1.0 / self.share) for step in (begin, *steps)]
+        weights = tuple(end - start for start, end in itertools.pairwise(sums))
+        return Weights(weights, math.fsum(weights))
+
+
 @register_coefficients("explicit:W,W,...", "one weight per snapshot, oldest first")
 @dataclass(frozen=True, init=False)
 class Explicit:
@@ -349,7 +428,7 @@ class Blend:
 
     >>> Blend(0.6).weights(4)
     Weights(numerators=(3.0, 3.0, 3.0, 11.0), divisor=20.0)
-    >>> Blend(0.6).live_weights(4)
+    >>> Blend(0.6).live_weights([1, 2, 3, 4])
     Weights(numerators=(3.0, 3.0, 3.0, 3.0, 8.0), divisor=20.0)
     """
 
@@ -380,16 +459,23 @@ class Blend:
 
     def weights(self, n: int) -> Weights:
         """With the newest snapshot as the live weights."""
-        *numerators, newest, live = self.live_weights(n).numerators
-        return Weights((*numerators, newest + live), self.live_weights(n).divisor)
+        return self.merged(self.rule.weights(n))
 
-    def live_weights(self, n: int) -> Weights:
+    def merged(self, snapshots: Weights) -> Weights:
+        """The weights of the snapshots, with the newest one as the live weights."""
+        blended = self._with_live(snapshots)
+        *numerators, newest, live = blended.numerators
+        return Weights((*numerators, newest + live), blended.divisor)
+
+    def live_weights(self, steps: Sequence[int]) -> Weights:
         """One numerator more than there are snapshots: the last is that of the live weights."""
+        return self._with_live(weights_at(self.rule, steps))
+
+    def _with_live(self, weights: Weights) -> Weights:
         # In whole numbers as far as possible: then sums are exact, as in the uniform mean, and the
         # result does not depend on whether the live weights are added by themselves.
         share = Fraction(self.blend).limit_denominator(1_000_000)
         mean, rest = float(share.numerator), float(share.denominator - share.numerator)
-        weights = self.rule.weights(n)
         snapshots = (mean * w for w in weights.numerators)
         return Weights((*snapshots, rest * weights.divisor), share.denominator * weights.divisor)
 

@@ -26,6 +26,7 @@ import abc
 import copy
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
@@ -90,6 +91,9 @@ class Schedule(abc.ABC):
         the schedule limits what it spans.
         """
         return len(steps)
+
+    def warn_if_bypassed(self) -> None:  # noqa: B027  # few have something to warn of
+        """Asked when the first snapshot is collected by hand, without a step."""
 
     def state_dict(self) -> dict[str, Any]:
         """The fields with `init=False`: plain numbers."""
@@ -246,6 +250,15 @@ class Horizon(Schedule):
     def num_averaged(self, steps: Sequence[int]) -> int:
         """Those within the share; see `num_within`."""
         return num_within(steps, self.share)
+
+    def warn_if_bypassed(self) -> None:
+        """A horizon is measured in steps, which `collect` does not count."""
+        warnings.warn(
+            "collect takes a snapshot at every call, so the horizon does not decide when. Call "
+            "averager.step(model) after every optimizer step instead, or label the snapshots with "
+            "collect(model, step=...).",
+            stacklevel=4,
+        )
 
     def _power(self, step: int) -> int:
         """The exponent of the largest power of r that is not above the step."""

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from torch_lawa.block_mean import Block, BlockMean
-from torch_lawa.coefficients import Blend, Coefficients, Uniform, Weights
+from torch_lawa.coefficients import (
+    Blend,
+    Coefficients,
+    StepCoefficients,
+    Uniform,
+    Weights,
+    weights_at,
+)
 from torch_lawa.errors import ConfigError, LayoutError, NotReadyError
 from torch_lawa.selection import Selection, write_into
 from torch_lawa.shards import Sharding, fingerprint
@@ -243,10 +250,14 @@ class Window:
 
         A blend has the newest snapshot as the live weights.
         """
-        weights = rule.weights(n)
+        steps = self.steps[-n:]
         if self.block is None or not self.num_sampled or isinstance(rule, Blend):
-            return weights
-        return self.block.weights(weights, self._key)
+            return weights_at(rule, steps)
+        if isinstance(rule, StepCoefficients):
+            weights = weights_at(rule, [*steps, self.newest_step])
+            *snapshots, samples = weights.numerators
+            return Weights((*snapshots, samples / self.num_sampled), weights.divisor)
+        return self.block.weights(rule.weights(n), self._key)
 
     def mean_into(
         self, targets: Mapping[str, Tensor], n: int, rule: Coefficients, *, live: bool = False
@@ -258,7 +269,7 @@ class Window:
         """
         self.store.check_owner(self)
         if live and isinstance(rule, Blend):
-            self._mean.read_into(targets, self.averaged, n, rule.live_weights(n))
+            self._mean.read_into(targets, self.averaged, n, rule.live_weights(self.steps[-n:]))
         else:
             weights, last = self.weights(n, rule), self._last()
             self._mean.read_into(targets, self.averaged, n, weights, last)

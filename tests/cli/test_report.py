@@ -399,7 +399,7 @@ def test_the_guide_s_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     rows = [row for name in ("sgd", "lookahead(sgd)") for row in cifar_rows(epochs=60, run=name)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
-    (block,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    _, comparing = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
-    exec(block, names)
+    exec(comparing, names)
     assert names["compared"].headline.epochs.saved.mean > 0

@@ -26,12 +26,13 @@ from torch_lawa import (
     Exponential,
     Horizon,
     LatestWeightAverager,
+    Recent,
     Uniform,
     WindowChooser,
     WindowSearch,
 )
 from torch_lawa import swap as swaps
-from torch_lawa.coefficients import Weights
+from torch_lawa.coefficients import Weights, weights_at
 
 pytestmark = pytest.mark.faults
 
@@ -184,9 +185,11 @@ class Run:
         """A blend, or weights that fall with the age of a snapshot."""
         if self.model.snapshots:
             n = self.draw.randint(1, len(self.model.snapshots))
-            rule = self.draw.choice([Exponential(0.3), Blend(0.25), Blend(0.5, Exponential(0.6))])
+            rules = [Exponential(0.3), Recent(0.3), Blend(0.25), Blend(0.5, Exponential(0.6))]
+            rule = self.draw.choice(rules)
             got = self.averager.average(k=n, coefficients=rule)["w"]
-            assert same_bits(got, self.model.weighted(rule.weights(n)))
+            weights = weights_at(rule, self.averager.snapshot_steps[-n:])
+            assert same_bits(got, self.model.weighted(weights))
 
     def swap(self) -> None:
         if not self.model.snapshots:
@@ -197,7 +200,8 @@ class Run:
         rule = self.draw.choice([Uniform(), Blend(0.25)])
         weights, live = rule.weights(n), None
         if isinstance(rule, Blend):
-            weights, live = rule.live_weights(n), own["w"]
+            weights = rule.live_weights(self.averager.snapshot_steps[-n:])
+            live = own["w"]
 
         def use() -> None:
             with self.averager.swapped_into(self.net, k=n, coefficients=rule):
@@ -292,6 +296,7 @@ ACTS = ["step"] * 6 + ["collect", "collect", "read", "read", "swap", "unfreeze",
 ACTS += ["load", "reopen", "wait", "read_weighted", "choose"]
 
 
+@pytest.mark.filterwarnings("ignore:collect takes a snapshot at every call")
 def test_random_operations_give_what_a_list_gives(
     campaign: Campaign, trials: CountTrials, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from support.transformers import tiny_model
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from torch_lawa import Every, Horizon, LatestWeightAverager, recalibrate_batch_norm
+from torch_lawa import Every, Horizon, LatestWeightAverager, Recent, recalibrate_batch_norm
 from torch_lawa.cli import main
 
 
@@ -131,7 +131,7 @@ def test_libraries_of_emas(bench: Bench, section: str, library: str, nu: int, st
 
 def test_choosing(bench: Bench) -> None:
     title = "Choosing the schedule, the window and the rate"
-    (setting,) = blocks("choosing.md", title, "python")
+    setting, recent = blocks("choosing.md", title, "python")
     bench.run(setting)
     averager, steps = bench.names["averager"], len(bench.history)
     schedule = Horizon(1 / 4, k=256)
@@ -143,6 +143,21 @@ def test_choosing(bench: Bench) -> None:
     taken = [bench.history[step - 1] for step in sampled if step >= oldest[0]]
     torch.testing.assert_close(bench.evaluated[0], mean(taken), rtol=1e-5, atol=1e-6)
     assert averager.snapshot_steps[0] == pytest.approx(0.75 * steps, rel=0.02)
+    bench.run(recent)
+    assert bench.names["averager"].coefficients == Recent(0.1)
+
+
+def test_rows_for_a_report(bench: Bench) -> None:
+    (writing,) = blocks("report.md", "Your own rows", "python")
+    bench.restart()
+    bench.names["averager"] = averager = LatestWeightAverager(k=2)
+    for _ in range(2):
+        averager.collect(bench.model)
+    bench.run(writing)
+    rows = [json.loads(line) for line in Path("metrics.jsonl").read_text().splitlines()]
+    found = {(row["weights"], row["batch_norm"], row["epoch"]) for row in rows}
+    assert found >= {("raw", None, 4), ("raw", "re-estimated", 4), ("averaged", "re-estimated", 4)}
+    assert all("valid_loss" in row for row in rows)
 
 
 def test_fixed_windows(bench: Bench) -> None:

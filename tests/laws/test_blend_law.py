@@ -9,7 +9,15 @@ from safetensors.torch import load_file, save_file
 from support.models import round_fraction, same_bits, true_mean
 from torch import Tensor, nn
 
-from torch_lawa import Blend, DiskStore, Explicit, Exponential, LatestWeightAverager, Uniform
+from torch_lawa import (
+    Blend,
+    DiskStore,
+    Explicit,
+    Exponential,
+    LatestWeightAverager,
+    Recent,
+    Uniform,
+)
 from torch_lawa.coefficients import Coefficients
 from torch_lawa.offline.average import average_checkpoints
 from torch_lawa.offline.options import AverageOptions
@@ -87,7 +95,7 @@ def test_the_live_weights_are_a_member_exactly(
 
 
 @pytest.mark.parametrize("blend", [0.6, 0.5, 0.55, 1 / 3, 1.0, 0.123456789])
-@pytest.mark.parametrize("rule", [Uniform(), Exponential(0.4), Explicit([1, 2, 3])])
+@pytest.mark.parametrize("rule", [Uniform(), Exponential(0.4), Recent(0.3), Explicit([1, 2, 3])])
 def test_online_and_offline_are_the_same(tmp_path: Path, blend: float, rule: Coefficients) -> None:
     """Where the live weights are the newest snapshot: the last checkpoint of a run."""
     run, model = tmp_path / "run", Net()

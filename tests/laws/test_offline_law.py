@@ -23,7 +23,7 @@ from support.megatron import write_torch_dist
 from support.models import same_bits
 from torch import Tensor, nn
 
-from torch_lawa import Exponential, LatestWeightAverager, Uniform
+from torch_lawa import Exponential, LatestWeightAverager, Recent, Uniform
 from torch_lawa.coefficients import Annealing
 from torch_lawa.offline.average import average_checkpoints, run_average
 from torch_lawa.offline.options import AverageOptions
@@ -204,7 +204,7 @@ def test_every_format_gives_the_online_bits(tmp_path: Path, form: str, dtype: to
 
 
 @pytest.mark.parametrize(
-    "rule", [Uniform(), Exponential(0.4), Annealing("1-sqrt"), Annealing("cosine")]
+    "rule", [Uniform(), Exponential(0.4), Recent(0.3), Annealing("1-sqrt"), Annealing("cosine")]
 )
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("buffers", ["average", "newest"])
@@ -216,7 +216,7 @@ def test_every_rule_and_number_of_threads(
     trained(run, save_single, torch.bfloat16, seed=1, k=4)
     averager = LatestWeightAverager(k=4, coefficients=rule, buffers=buffers)
     for step in STEPS:
-        averager.collect(load_file(run / f"step_{step}.safetensors"))
+        averager.collect(load_file(run / f"step_{step}.safetensors"), step=step)
     plan = plan_average(
         run,
         tmp_path / "m.safetensors",

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from support.models import assert_same_state
 from torch import Tensor, nn
 
-from torch_lawa import Blend, DiskStore, Horizon, LatestWeightAverager
+from torch_lawa import Blend, DiskStore, Horizon, LatestWeightAverager, Recent
 from torch_lawa.errors import ConfigError, NotReadyError, StateError
 from torch_lawa.stores.memory import HostStore
 
@@ -126,6 +126,24 @@ class Full(HostStore):
         if self.fails:
             raise OSError(28, "No space left on device")
         super().put(*arguments)
+
+
+@pytest.mark.parametrize("samples", [1, 16])
+def test_recent_is_an_ema_that_grows_with_the_run(samples: int) -> None:
+    """Also while the window fills, and from the newest snapshots alone."""
+    averager = LatestWeightAverager(16, horizon=1 / 4, samples=samples, coefficients=Recent(0.05))
+    ema = torch.zeros(1, dtype=torch.float64)
+    for step in range(1, 3001):
+        point = torch.tensor([float(step)], dtype=torch.float64)
+        averager.step({"w": point})
+        ema.lerp_(point, min(1.0, 1 / (0.05 * step)))
+        if step in (150, 300, 1000, 3000):
+            age = (step - averager.average()["w"].item()) / (step - ema.item())
+            # At step 150 a snapshot has 16 steps, more than twice the time constant.
+            assert 0.7 < age < (1.2 if step >= 300 else 1.5), (step, age)
+            # A quarter of the snapshots, with a fifteenth of the steps: the tail is cut off.
+            part = (step - averager.average(k=4)["w"].item()) / (step - ema.item())
+            assert 0.4 < part < age or step < 300, (step, part)
 
 
 def test_a_snapshot_that_could_not_be_stored_loses_no_sample() -> None:

@@ -16,7 +16,7 @@ from torch_lawa.checkpoints.formats.base import Checkpoint
 from torch_lawa.checkpoints.formats.huggingface import read_json
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.storage.paths import Location, parse_location
-from torch_lawa.coefficients import Explicit, Uniform, Weights, name_coefficients
+from torch_lawa.coefficients import Explicit, Uniform, Weights, name_coefficients, weights_at
 from torch_lawa.errors import ConfigError, LayoutError
 from torch_lawa.garbage import paused_garbage_collection
 from torch_lawa.offline.matching import PlannedTensor, match_tensors, shared_aliases
@@ -255,7 +255,7 @@ def plan_opened(
     overwrite: bool = False,
 ) -> AveragePlan:
     """Plan the average of checkpoints that are already open."""
-    weights = options.rule.weights(len(found))
+    weights = weights_at(options.rule, [checkpoint.step for checkpoint in found])
     tensors = match_tensors(opened, options)
     _check_adapters(opened)
     return AveragePlan(

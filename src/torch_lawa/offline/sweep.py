@@ -24,7 +24,7 @@ from torch_lawa.checkpoints.formats.base import Checkpoint, TensorSpec
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.storage.atomic import recover_all, staging
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location, parse_location
-from torch_lawa.coefficients import Uniform, Weights, name_coefficients
+from torch_lawa.coefficients import Uniform, Weights, name_coefficients, weights_at
 from torch_lawa.errors import ConfigError, FormatError, OutputError
 from torch_lawa.mean.kernels import PIECE, Bytes, Pieces, make_pieces
 from torch_lawa.metrics import MetricsWriter, Row
@@ -303,7 +303,7 @@ def _is_made(plan: SweepPlan, window: SweepWindow, location: Location) -> bool:
     if not location.exists():
         return False
     found = [plan.found[at] for at in window.positions]
-    weights = plan.options.rule.weights(window.k)
+    weights = weights_at(plan.options.rule, [checkpoint.step for checkpoint in found])
     inputs = [
         (str(f.location), f.step, f.epoch, w / weights.divisor)
         for f, w in zip(found, weights.numerators, strict=True)

@@ -702,3 +702,14 @@ def test_a_step_whose_snapshot_fails_is_not_counted(monkeypatch: pytest.MonkeyPa
             with pytest.raises(ZeroDivisionError):
                 averager.step({"w": torch.zeros(2)}, loss=2.0)
     assert averager.state_dict()["counters"] == before["counters"]
+
+
+def test_collecting_by_hand_with_a_horizon_is_warned_of() -> None:
+    model = nn.Linear(1, 1)
+    with pytest.warns(UserWarning, match=r"averager\.step\(model\)"):
+        LatestWeightAverager(k=2, horizon=1 / 4).collect(model)
+    averager = LatestWeightAverager(k=2, horizon=1 / 4)
+    averager.collect(model, step=1)  # labelled: a framework has decided when
+    averager = LatestWeightAverager(k=2, horizon=1 / 4)
+    averager.step(model)
+    averager.collect(model)

@@ -8,14 +8,27 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torch_lawa import Annealing, Blend, Explicit, Exponential, Uniform
+from torch_lawa import Annealing, Blend, Explicit, Exponential, Recent, Uniform
 from torch_lawa.coefficients import (
     Coefficients,
     name_coefficients,
     parse_coefficients,
     register_coefficients,
+    weights_at,
 )
 from torch_lawa.errors import ConfigError
+
+
+def test_recent_weighs_the_steps_of_a_snapshot_by_a_power() -> None:
+    weights = Recent(0.25).weights_at([4, 5, 8])  # the oldest stands for step 4 alone
+    masses = [sum(s**4 - (s - 1) ** 4 for s in steps) for steps in ([4], [5], [6, 7, 8])]
+    assert [w / weights.divisor for w in weights.numerators] == pytest.approx(
+        [mass / sum(masses) for mass in masses]
+    )
+    assert Recent(1.0).weights_at([10, 20, 40]).numerators == (0.25, 0.25, 0.5)
+    assert Recent(0.1).weights_at([0]).numerators == (1.0,)
+    assert Recent(0.1).weights(3) == Recent(0.1).weights_at([1, 2, 3])
+    assert weights_at(Blend(0.5, Uniform()), [None, None]) == Blend(0.5).weights(2)
 
 
 def test_exponential_weighs_the_newest_with_alpha_and_sums_to_one() -> None:
@@ -46,6 +59,10 @@ def test_torch_calls_one_minus_alpha_the_decay() -> None:
         (lambda: Exponential(0.0), r"alpha=0.0.*1 - decay"),
         (lambda: Exponential(1.5), "alpha=1.5"),
         (lambda: Exponential(float("nan")), "alpha=nan"),
+        (lambda: Recent(0.0), r"share=0.0.*such as 0.1"),
+        (lambda: Recent(1.5), "share=1.5"),
+        (lambda: weights_at(Recent(0.1), [1, None]), "recent:0.1: needs the step"),
+        (lambda: weights_at(Blend(0.5, Recent(0.1)), [2, 2]), "steps must increase"),
         (lambda: Explicit([]), "one weight per snapshot"),
         (lambda: Explicit([1, float("inf")]), "finite"),
         (lambda: Explicit([1, 0]), "the last weight"),
@@ -66,6 +83,7 @@ def test_impossible_coefficients(make, message) -> None:  # type: ignore[no-unty
     [
         Uniform(),
         Exponential(0.25),
+        Recent(0.05),
         Explicit([1, 2.5]),
         Annealing(),
         Blend(0.6),
