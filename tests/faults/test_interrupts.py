@@ -24,7 +24,10 @@ from torch import Tensor, nn
 from torch_lawa import Blend, DiskStore, Every, Horizon, LatestWeightAverager, OnPlateau
 from torch_lawa import swap as swaps
 
-pytestmark = pytest.mark.faults
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.filterwarnings("ignore:collect takes a snapshot at every call"),
+]
 
 STORES = ["host", "device", "disk"]
 K = 3

@@ -34,7 +34,10 @@ from torch_lawa import (
 from torch_lawa import swap as swaps
 from torch_lawa.coefficients import Weights, weights_at
 
-pytestmark = pytest.mark.faults
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.filterwarnings("ignore:collect takes a snapshot at every call"),
+]
 
 STORES = ["host", "device", "disk"]
 
@@ -296,7 +299,6 @@ ACTS = ["step"] * 6 + ["collect", "collect", "read", "read", "swap", "unfreeze",
 ACTS += ["load", "reopen", "wait", "read_weighted", "choose"]
 
 
-@pytest.mark.filterwarnings("ignore:collect takes a snapshot at every call")
 def test_random_operations_give_what_a_list_gives(
     campaign: Campaign, trials: CountTrials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
