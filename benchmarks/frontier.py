@@ -6,12 +6,12 @@
 
 A RUN is `constant-RATE` (with all its landings as branches, at every budget), `linear-RATE-EPOCHS`,
 `cosine-RATE-EPOCHS` or `free-RATE` (Schedule-Free), followed by `-seed-N` (default 0). Before the
-seed there may be a weight decay, `free-10-30e-wd-2e-4`, and wrappers,
-`constant-0.1-100e+sam:0.05-seed-1`. A first word `val-` holds out training images and evaluates on
-them (CIFAR-100 only). Runs are those of `lawa train`: each has folders with `config.json` and
-`metrics.jsonl`, which `lawa report` reads. `--landed 200` lets constant-rate runs land at these
-epochs instead of the study's, `--landed` alone at none. The study `cifar100-windows` has the same
-runs as `cifar100`, with windows of other spans and sizes.
+seed there may be a weight decay, `free-10-30e-wd-2e-4`, steps of warm-up, `constant-0.1-warm-1000`,
+and wrappers, `constant-0.1-100e+sam:0.05-seed-1`. A first word `val-` holds out training images and
+evaluates on them (CIFAR-100 only). Runs are those of `lawa train`: each has folders with
+`config.json` and `metrics.jsonl`, which `lawa report` reads. `--landed 200` lets constant-rate runs
+land at these epochs instead of the study's, `--landed` alone at none. The study `cifar100-windows`
+has the same runs as `cifar100`, with windows of other spans and sizes.
 
 `--launch N` runs N processes at a time, in the order given; see `launcher.py`.
 """
@@ -52,14 +52,15 @@ STUDIES = {
         budgets=(0.25, 0.5, 1),
         evaluate_at=(0.25, 0.5, 1),
         free={"optimizer": "schedule-free-adamw"},
-        landings=((0.2, "linear"), (0.1, "linear")),
+        landings=((0.2, "linear"), (0.1, "linear"), (0.1, "1-sqrt")),
         landed=(0.25, 0.5, 1),
         shared={"evaluation_tokens": 2**17, "quantize": (8, 4), "nu": 500},
         anytime={
             "samples": 16, "choose_window": True,
             "coefficients": ("uniform", "recent:0.1", "recent:0.05"),
             "methods": (
-                "dense:0.1:8", "dense:0.2:8", "horizon:0.2:8:0.3", "horizon:0.25:16", "ema:0.99",
+                "dense:0.1:8", "dense:0.2:8", "horizon:0.2:8:0.3", "horizon:0.2:8:0.5",
+                "horizon:0.2:16:0.4", "horizon:0.4:16:0.3", "horizon:0.25:16", "ema:0.99",
                 "growing-ema:0.1", "growing-ema:0.05",
             ),
         },
@@ -134,7 +135,7 @@ STUDIES["cifar100-windows"] = dataclasses.replace(
 
 _NAME = re.compile(
     r"(val-)?(constant|linear|cosine|free)-([\d.e-]*\d)(?:-(\d[\d.]*)e)?"
-    r"(?:-wd-([\d.e-]*\d))?(?:\+(.+?))?(?:-seed-(\d+))?"
+    r"(?:-wd-([\d.e-]*\d))?(?:-warm-(\d+))?(?:\+(.+?))?(?:-seed-(\d+))?"
 )
 
 
@@ -143,7 +144,7 @@ def plan_run(study: Study, name: str, data: Path, out: Path, *, smoke: bool) -> 
     found = _NAME.fullmatch(name)
     if found is None:
         raise SystemExit(f"{name}: not a run, such as constant-1e-3-seed-0 or cosine-1e-3-0.5e")
-    held_out, kind, rate, epochs, weight_decay, wrap, seed = found.groups()
+    held_out, kind, rate, epochs, weight_decay, warm, wrap, seed = found.groups()
     recipe = find_recipe(study.recipe)
     settings = {
         **(recipe.smoke_values if smoke else {}),
@@ -156,7 +157,9 @@ def plan_run(study: Study, name: str, data: Path, out: Path, *, smoke: bool) -> 
         **({"weight_decay": float(weight_decay)} if weight_decay else {}),
         **({"evaluate_at": study.evaluate_at} if kind in ("constant", "free") else {}),
         **(study.free if kind == "free" else {}),
-        **({"held_out": 5000, "methods": ()} if held_out and not smoke else {}),
+        **({"warmup_steps": int(warm)} if warm else {}),
+        **({"held_out": 5000} if held_out and not smoke else {}),
+        **({"methods": ("growing-ema:0.1",)} if held_out and kind == "constant" else {}),
     }
     if smoke:
         settings |= {**study.smoke, "epochs": max(1, settings["epochs"] // 25), "evaluate_at": ()}

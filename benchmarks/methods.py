@@ -43,6 +43,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "plain": ("",),
     "sam": ("sam:0.05", "sam:0.1"),
     "ema-nesterov": ("ema-nesterov:0.3:0.99:2E", "ema-nesterov:0.6:0.9:2E"),
+    "primal-averaging": ("primal-averaging:0.5:0.1", "primal-averaging:0.9:0.1"),
     "outer-nesterov": ("outer-nesterov:30:0.7:0.5",),
     "outer-nesterov on means": ("outer-nesterov:30:1:0.5:1",),
     "pswa": ("pswa:1E:4E", "pswa:4E:4E"),
@@ -58,14 +59,16 @@ PUBLISHED = {
     "cifar100": [
         *("constant-0.1-100e", "cosine-0.1-100e", "constant-0.1-50e+sam:0.05"),
         *("cosine-0.1-50e+sam:0.05", "constant-0.1-100e+ema-nesterov:0.3:0.99:300"),
+        "constant-0.1-100e+primal-averaging:0.9:0.1",
         *("constant-0.1-100e+outer-nesterov:30:0.7:0.5", "constant-0.1-100e+pswa:3900:7800"),
         *("constant-0.1-100e+jump:1950:50", "constant-0.1-100e+lookahead:5:0.8"),
     ],
     "decoder": [
-        *("constant-1e-3", "linear-1e-3-1e", "constant-1e-3-0.5e+sam:0.05"),
-        *("constant-1e-3+ema-nesterov:0.3:0.99:300", "constant-1e-3+outer-nesterov:30:0.7:0.5"),
-        *("constant-1e-3+pswa:500:1000", "constant-1e-3+jump:500:50"),
-        *("constant-1e-3+lookahead:5:0.8",),
+        *("constant-7e-4", "linear-7e-4-1e", "constant-7e-4-0.5e+sam:0.05"),
+        *("constant-7e-4+ema-nesterov:0.3:0.99:300", "constant-7e-4+outer-nesterov:30:0.7:0.5"),
+        "constant-7e-4+primal-averaging:0.9:0.1",
+        *("constant-7e-4+pswa:500:1000", "constant-7e-4+jump:500:50"),
+        *("constant-7e-4+lookahead:5:0.8",),
     ],
 }
 

@@ -16,6 +16,7 @@ TESTS = str(Path(__file__).parents[1])
 TYPED = {
     "sam": "sam:0.2",
     "ema-nesterov": "ema-nesterov:0.6:0.7:5",
+    "primal-averaging": "primal-averaging:0.8:0.3",
     "outer-nesterov": "outer-nesterov:5:0.7:0.5:0.6",
     "pswa": "pswa:5:7",
     "jump": "jump:8:3:1",

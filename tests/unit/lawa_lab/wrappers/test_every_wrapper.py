@@ -33,6 +33,7 @@ STEPS, NU = 24, 4  # of the toy
 TYPED = {
     "sam": "sam:0.2",
     "ema-nesterov": "ema-nesterov:0.6:0.7:5",
+    "primal-averaging": "primal-averaging:0.8:0.3",
     "outer-nesterov": "outer-nesterov:5:0.7:0.5:0.6",
     "pswa": "pswa:5:7",
     "jump": "jump:8:3:1",
@@ -42,6 +43,7 @@ TYPED = {
 BAD = {
     "sam": ["sam:0", "sam:-1", "sam:1:2", "sam:much", "sam:nan"],
     "ema-nesterov": ["ema-nesterov:0.3:1", "ema-nesterov:0", "ema-nesterov:0.3:0.9:2.5"],
+    "primal-averaging": ["primal-averaging:0", "primal-averaging:1", "primal-averaging:0.9:0"],
     "outer-nesterov": ["outer-nesterov:0", "outer-nesterov:5:0.7:1", "outer-nesterov:5:0.7:0.5:2",
                        "outer-nesterov:5:0.7:0.5:0.01"],
     "pswa": ["pswa", "pswa:0", "pswa:2.5", "pswa:5:-1", "pswa:inf"],
@@ -125,6 +127,16 @@ def plain_ema_nesterov(w: Weights) -> Weights:
     return w
 
 
+def plain_primal_averaging(w: Weights) -> Weights:
+    sgd, x = Sgd(), w
+    for step in range(1, STEPS + 1):
+        w = sgd.step(w, toy_gradient(w, step - 1))
+        share = min(1.0, 1.0 / (0.3 * step))
+        before, x = x, mix((1 - share, x), (share, w))
+        w = mix((1, w), (0.8, x), (-0.8, before))
+    return w
+
+
 def plain_outer_nesterov(w: Weights) -> Weights:
     sgd, old, v, recent = Sgd(), w, mix((0, w)), list[Weights]()
     for step in range(STEPS):
@@ -198,6 +210,7 @@ def plain_rescue(w: Weights) -> Weights:
 REFERENCES: dict[str, Callable[[Weights], Weights]] = {
     "sam": plain_sam,
     "ema-nesterov": plain_ema_nesterov,
+    "primal-averaging": plain_primal_averaging,
     "outer-nesterov": plain_outer_nesterov,
     "pswa": plain_pswa,
     "jump": plain_jump,
@@ -227,6 +240,30 @@ def test_a_jump_that_makes_things_worse_is_undone() -> None:
     undone = toy_run(wrap=("jump:8:3",), **settings)[1]
     kept = toy_run(wrap=("jump:8:0",), **settings)[1]
     assert not torch.equal(undone[0], kept[0])
+
+
+def test_primal_averaging_of_sgd_is_schedule_free() -> None:
+    """Against the package, from the tenth step on: before it, ours does not go beyond w."""
+    schedulefree = pytest.importorskip("schedulefree")
+    done, beta, rate = 10, 0.9, 0.02
+    trainer = toy_trainer(wrap=(f"primal-averaging:{beta}:0.1",), learning_rate=rate, momentum=0.0)
+    [ours] = trainer._wrapped.built.values()
+    ours.num_steps = done  # type: ignore[attr-defined]
+    theirs = [w.clone().requires_grad_() for w in whole_weights(trainer)]
+    optimizer = schedulefree.SGDScheduleFree(theirs, lr=rate / (1 - beta), momentum=beta)
+    optimizer.train()
+    [group] = optimizer.param_groups
+    group |= {"k": done, "weight_sum": done * group["lr"] ** 2, "lr_max": group["lr"]}
+    for step in range(STEPS):
+        grads = toy_gradient([w.detach() for w in theirs], step)
+        for tensor, grad in zip(theirs, grads, strict=True):
+            tensor.grad = grad
+        optimizer.step()
+    train_until(trainer)
+    torch.testing.assert_close(whole_weights(trainer), [w.detach() for w in theirs])
+    optimizer.eval()  # now its weights are the average
+    average = ours.average.tensors.values()  # type: ignore[attr-defined]
+    torch.testing.assert_close(list(average), [w.detach() for w in theirs])
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
