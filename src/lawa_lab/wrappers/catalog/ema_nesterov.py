@@ -43,14 +43,15 @@ class _NesterovSteps(BuiltWrapper):
 
     def step(self, gradient: Gradient, inner: Step) -> None:
         weights, average, decay = self._run.weights, self.average_step, self._settings.decay
-        before = weights.clone()
-        if self.num_steps >= self._settings.start:
-            weights.add_(average, self._settings.boost * self._run.rate_share)
+        active = self.num_steps >= self._settings.start
+        boost = self._settings.boost * self._run.rate_share if active else 0.0
+        weights.add_(average, boost)
+        # Subtracts (1 - decay) * w, which is weights - boost * m now: no copy of w is needed.
+        average.mul_(decay + (1.0 - decay) * boost)
+        average.add_(weights, decay - 1.0)
         inner(gradient)
         self.num_steps += 1
-        average.mul_(decay)
         average.add_(weights, 1.0 - decay)
-        average.add_(before, decay - 1.0)
 
     def restart(self) -> None:
         self.average_step.mul_(0.0)
