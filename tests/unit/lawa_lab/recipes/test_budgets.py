@@ -74,7 +74,37 @@ def test_training_stops_at_its_target(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=word):
             Target.parse(text)
     with pytest.raises(ConfigError, match="test_loss"):
-        Target.parse("valid_loss=1").reached({"test_loss": 1.0})
+        Target.parse("valid_loss=1").check(["test_loss"])
+
+
+def test_a_target_is_one_of_the_main_average(tmp_path: Path) -> None:
+    """A window of 1 has a row first, and it is the raw weights."""
+    target = Target.parse("test_accuracy=0.2")
+    plan = smoke_plan("digits", schedule="constant", ks=(3, 1))
+    outcome = train(plan, RunFolder(tmp_path), Worker(), until=target)
+    first = next(row for row in rows_of(tmp_path) if row["k"] == 1)
+    assert target.reached(first)
+    assert outcome.reached is not None
+    assert (outcome.reached["k"], outcome.reached["batch_norm"]) == (3, "re-estimated")
+    assert outcome.reached["epoch"] == 3
+
+
+def test_a_target_that_was_reached_is_not_trained_for_again(tmp_path: Path) -> None:
+    target = Target.parse("test_accuracy=0.2")
+    plan = smoke_plan("digits", schedule="constant", ks=(2,))
+    first = train(plan, RunFolder(tmp_path), Worker(), until=target)
+    rows, weights = rows_of(tmp_path), (tmp_path / "averaged.safetensors").read_bytes()
+    (tmp_path / "averaged.safetensors").unlink()  # as if it was killed before this was written
+    again = train(plan, RunFolder(tmp_path), Worker(), until=target)
+    assert (again.step, again.num_trained) == (first.step, 0)
+    assert first.num_trained == first.step < first.num_steps
+    assert again.finished
+    assert again.reached is not None
+    assert again.reached["step"] == first.step
+    assert rows_of(tmp_path) == rows
+    assert (tmp_path / "averaged.safetensors").read_bytes() == weights
+    # Without the target it goes on.
+    assert train(plan, RunFolder(tmp_path), Worker()).step == first.num_steps
 
 
 def test_a_landing_with_a_root() -> None:

@@ -47,6 +47,21 @@ def test_every_recipe_runs_in_seconds_and_learns(recipe: str, tmp_path: Path) ->
     assert len({row["epoch"] for row in rows}) == 4
 
 
+@pytest.mark.parametrize(
+    ("recipe", "changes"),
+    [
+        *((recipe, {}) for recipe in RECIPES),
+        ("digits", {"validation_fraction": 0.3}),
+        ("digits", {"validation_fraction": 0.3, "evaluate_test": True}),
+        ("cifar100-resnet34", {"held_out": 16, "evaluate_test": True}),
+    ],
+)
+def test_a_task_says_what_it_measures(recipe: str, changes: dict[str, Any]) -> None:
+    task = make_task(smoke_plan(recipe, **changes), Worker())
+    with torch.no_grad():
+        assert list(task.evaluate(task.build_model().eval())) == list(task.metrics)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("whole")
