@@ -150,6 +150,20 @@ def say_seeds(number: int) -> str:
     return f"{number} seed{'s' * (number != 1)}"
 
 
+def say_list(names: Sequence[str]) -> str:
+    """Names in a sentence.
+
+    >>> say_list(["k = 4"]), say_list(["k = 4", "k = 8"]), say_list(["a", "b", "c"])
+    ('k = 4', 'k = 4 and k = 8', 'a, b and c')
+    """
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _are(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
 # ---------------------------------------------------------------- names
 
 
@@ -303,15 +317,36 @@ def _late(row: "MainRow") -> list[str]:
 def seen_in_windows(
     metric: Metric, rows: Sequence["WindowRow"], axis: Axis, name: Callable[[Series], str]
 ) -> str:
-    """Which of several averages saved most and least, and which ended best and worst."""
+    """Which of several averages saved most and least, and which ended best and worst.
+
+    Averages whose printed values are equal share a place.
+    """
     parts = []
+
+    def ranked(
+        values: Sequence[tuple[float, "WindowRow"]], say: Callable[[float], str], *, highest: bool
+    ) -> list[tuple[str, list[str]]]:
+        """What is printed, best first, with the names of the averages that have it."""
+        groups: dict[str, list[str]] = {}
+        for value, _ in sorted(values, key=itemgetter(0), reverse=highest):
+            groups.setdefault(say(value), [])
+        for value, row in values:
+            groups[say(value)].append(name(row.series))
+        return list(groups.items())
+
     ahead = [(a.saved.mean, row) for row in rows if row.headline and (a := row.headline.on(axis))]
     if len(ahead) > 1:
-        (most, longest), (least, shortest) = (pick(ahead, key=itemgetter(0)) for pick in (max, min))
-        parts.append(
-            f"The largest saving is {say_count(most, axis)} with {name(longest.series)} and "
-            f"{say_count(least, axis)} with {name(shortest.series)}."
-        )
+        groups = ranked(ahead, lambda saved: say_count(saved, axis), highest=True)
+        (most, longest), (least, shortest) = groups[0], groups[-1]
+        if len(groups) == 1:
+            which = "each of them" if len(ahead) == len(rows) else say_list(longest)
+            parts.append(f"The largest saving is {most} with {which}.")
+        else:
+            comma = "," if len(longest) > 1 else ""
+            parts.append(
+                f"The largest saving is {most} with {say_list(longest)}{comma} and {least} with "
+                f"{say_list(shortest)}."
+            )
     parts += [
         f"{name(row.series)} has no saving."
         for row in rows
@@ -319,13 +354,19 @@ def seen_in_windows(
     ]
     ended = [(row.final.mean, row) for row in rows if row.final]
     if len(ended) > 1:
-        order = sorted(ended, key=itemgetter(0), reverse=metric.better == "higher")
-        (good, first), (bad, last) = order[0], order[-1]
-        parts.append(
-            f"At the end {name(first.series)} is best with {say_value(metric, good)} and "
-            f"{name(last.series)} worst with {say_value(metric, bad)}"
-            f"{_against_noise(metric, good - bad, rows)}."
-        )
+        highest = metric.better == "higher"
+        groups = ranked(ended, lambda value: say_value(metric, value), highest=highest)
+        (good, first), (bad, last) = groups[0], groups[-1]
+        if len(groups) == 1:
+            which = "each of them has" if len(ended) == len(rows) else f"{say_list(first)} have"
+            parts.append(f"At the end {which} {good}.")
+        else:
+            values = [value for value, _ in ended]
+            parts.append(
+                f"At the end {say_list(first)} {_are(first)} best with {good} and {say_list(last)} "
+                f"{_are(last)} worst with {bad}"
+                f"{_against_noise(metric, max(values) - min(values), rows)}."
+            )
     return " ".join(parts)
 
 
