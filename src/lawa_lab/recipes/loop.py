@@ -158,7 +158,7 @@ def train(
         resumed = trainer.load(folder)
         writer = None
         if worker.rank == 0:
-            folder.cut(trainer.step if resumed else -1)
+            folder.cut(trainer.step if resumed else -1, epochs=plan.config.epochs)
             writer = stack.enter_context(MetricsWriter(folder.metrics))
         options = _LoopOptions(
             stop=stop,
