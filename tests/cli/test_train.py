@@ -160,6 +160,7 @@ def test_a_reached_target_is_told_again(capsys: pytest.CaptureFixture[str]) -> N
     first = next(line for line in shown.splitlines() if line.startswith("epoch 1"))
     assert first.endswith("→      -")  # the average of 2, not of 1
     rows = rows_of(Path("run"))
+    assert f" {rows[1]['test_loss']:.4f} → " in first  # BatchNorm is treated alike in all lines
     assert lawa(*words, "--resume") == 0
     shown = capsys.readouterr().out
     assert "already reached test_accuracy 0.2" in shown

@@ -102,7 +102,7 @@ class _Lines(TrainingCallback):
     def on_rows(self, rows: list[Row]) -> None:
         """Print the values of raw and averaged weights."""
         averaged = main_average(rows, self._config)
-        policy = averaged["batch_norm"] if averaged else None
+        policy = self._config.batch_norm[0]  # also before the first average
         raw = next(
             (r for r in rows if r["weights"] == "raw" and r["batch_norm"] == policy), rows[0]
         )
