@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 from support.programs import LAWA, Program
 from support.ranks import free_port
 from support.training import rows_of
@@ -44,6 +45,19 @@ def test_every_field_is_an_option_with_its_default(
     options = command.get_command(click.Context(command), recipe).params  # type: ignore[union-attr]
     helps = {option.name: option.help for option in options if isinstance(option, click.Option)}
     assert not [name for name in expected if name not in helps]
+
+
+def test_help_says_where_defaults_are_from(capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(recipe: str) -> str:
+        assert lawa("train", recipe, "--help") == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    digits, cifar = shown("digits"), shown("cifar100-resnet34")
+    assert "Defaults are the paper's values" in cifar
+    assert "paper" not in digits  # which did not train it
+    assert "--data" in cifar
+    assert "--data" not in digits
+    assert "swa:START_STEP" in digits
 
 
 def test_options_reach_the_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,18 +97,26 @@ def test_what_is_asked_for_goes_before_the_smoke_values(
         (["digits", "--epochs", "-3"], 2, "--epochs -3: must be positive"),
         (["digits", "--land", "0.2"], 2, "Set --schedule constant"),
         (["digits", "--budgets", ""], 2, "distinct, positive numbers"),
-        (["digits", "--resume", "--overwrite"], 2, "give one of them"),
+        (["digits", "--resume", "--overwrite"], 2, "pass only one"),
         (["digits", "--wrap", "lookahead:5:2"], 2, "lookahead[:K:ALPHA]"),
         (["digits", "--test-fraction", "0.9999"], 2, "test_fraction=0.9999"),
         (["digits", "--device", "tpu"], 2, "cpu"),
+        (["digits", "--device", "cuda"], 2, "no CUDA device"),
+        (["digits", "--budgets", "2,3", "--epochs", "50"], 2, "--epochs"),
+        (["digits", "--data", "data"], 2, "--data"),
         (["cifar100-resnet34"], 1, "cifar-100-binary"),
         (["imagenet-resnet50", "--data", "nowhere"], 1, "nowhere"),
         (["wikitext103-roberta", "--data", "nowhere"], 1, "nowhere"),
     ],
 )
 def test_mistakes_are_told(
-    words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    code: int,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert lawa("train", *words) == code
     assert said in capsys.readouterr().err
     assert not list(Path().rglob("metrics.jsonl"))

@@ -58,13 +58,14 @@ def _recipe(config: type[TrainConfig]) -> click.Command:
         return _train(config, options, given)
 
     hyper = [_option(item, config) for item in dataclasses.fields(config)]
-    about = (
-        f"{config.about}\n\nDefaults are the paper's values, or our own where the paper gives none."
-    )
+    about = config.about
+    if config.from_paper:
+        about += "\n\nDefaults are the paper's values, or our own where the paper gives none."
+    run = [option for option in _RUN if config.reads_data or option.name != "data"]
     return click.Command(
         config.recipe,
         callback=callback,
-        params=[*_RUN, *hyper],
+        params=[*run, *hyper],
         help=about,
         short_help=config.about,
     )
@@ -212,8 +213,12 @@ def _train(recipe: type[TrainConfig], options: Mapping[str, Any], given: Mapping
     except ConfigError as error:
         raise click.UsageError(_with_options(str(error), names)) from None
     if options["resume"] and options["overwrite"]:
-        raise click.UsageError("--resume and --overwrite: give one of them.")
-    data = options["data"]
+        raise click.UsageError("--resume and --overwrite: pass only one.")
+    if options["budgets"] is not None and "epochs" in given:
+        raise click.UsageError(
+            "--budgets and --epochs: pass only one. --budgets gives the numbers of epochs."
+        )
+    data = options.get("data")
     if options["dry_run"]:
         shown = {"recipe": config.recipe, "seed": options["seed"], "data": data and str(data)}
         click.echo(json.dumps({**shown, **dataclasses.asdict(config)}, indent=2))
