@@ -115,7 +115,8 @@ class SweepPlan:
         lines = [
             f"Sweep of {counted(len(self.found), 'checkpoint')} ({self.coefficients}): "
             f"{', '.join(what)}, ending at {where}.",
-            f"Results: {len(self.windows)} of {format_bytes(self.result_bytes)} each.",
+            f"Results: {counted(len(self.windows), 'file')}, "
+            f"{format_bytes(self.result_bytes)} each.",
         ]
         return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
 
