@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -145,6 +146,16 @@ def test_a_run_from_begin_to_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[-1]["test_loss"] == last["test_loss"]
     assert lawa("report", "runs") == 0
     assert "digits: test loss" in capsys.readouterr().out
+
+
+def test_the_guide_s_landing_blends() -> None:
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "choosing.md"
+    found = re.search(r"`lawa train RECIPE (--schedule constant --land [^`]*)`", guide.read_text())
+    assert found is not None
+    assert lawa(*DIGITS, *found[1].split(), "-o", "run") == 0
+    averaged = [row for row in rows_of(Path("run")) if row["weights"] == "averaged"]
+    facts = {(row["land"], row["k"], row["coefficients"]) for row in averaged}
+    assert facts == {(0.1, 8, "blend:0.3")}
 
 
 def test_a_target_is_a_loss_or_an_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
