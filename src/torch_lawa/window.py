@@ -23,7 +23,6 @@ from torch_lawa.shards import Sharding, fingerprint
 from torch_lawa.stores.base import Content, Counters, FlatLayout, Notes, Snapshot, Store
 from torch_lawa.swag import Draw
 from torch_lawa.swap import ordinary_mode
-from torch_lawa.units import counted
 from torch_lawa.validation import check_float, whole_number
 from torch_lawa.window_mean import MeanReader, Sliding, TensorMeans
 
@@ -190,10 +189,7 @@ class Window:
                 hint = f"the first one has {self.num_sampled} of its {self.samples} samples so far."
             elif held:
                 hint = "check averager.ready, request average(k=...), or set min_snapshots=1."
-            raise NotReadyError(
-                f"an average needs {counted(needed, 'snapshot')}, but there "
-                f"{'is' if usual == 1 else 'are'} {usual or 'none'} so far: {hint}"
-            )
+            raise NotReadyError(f"no average yet, with {usual} of {needed} snapshots: {hint}")
         return usual
 
     def put(self, snapshot: Snapshot, selection: Selection, counters: Counters) -> None:

@@ -164,7 +164,7 @@ def test_wrappers_leave_no_trace() -> None:
 def test_not_ready_and_another_model() -> None:
     model = Net()
     averager, _ = collected(model, 2, k=3)
-    with pytest.raises(NotReadyError, match="needs 3 snapshots, but there are 2"):
+    with pytest.raises(NotReadyError, match="2 of 3 snapshots"):
         to_averaged_model(averager, model)
     averager.collect(model)
     with pytest.raises(LayoutError, match="no such tensor"):

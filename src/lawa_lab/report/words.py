@@ -5,9 +5,8 @@ Each sentence states what some rows of the metrics show. Terminal, page and demo
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from lawa_lab.report.curves import Axis, Curve, Metric
@@ -148,20 +147,6 @@ def say_range(number: Mean) -> str:
 def say_seeds(number: int) -> str:
     """Such as "3 seeds"."""
     return f"{number} seed{'s' * (number != 1)}"
-
-
-def say_list(names: Sequence[str]) -> str:
-    """Names in a sentence.
-
-    >>> say_list(["k = 4"]), say_list(["k = 4", "k = 8"]), say_list(["a", "b", "c"])
-    ('k = 4', 'k = 4 and k = 8', 'a, b and c')
-    """
-    *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last
-
-
-def _are(names: Sequence[str]) -> str:
-    return "is" if len(names) == 1 else "are"
 
 
 # ---------------------------------------------------------------- names
@@ -314,62 +299,6 @@ def _late(row: "MainRow") -> list[str]:
     return parts
 
 
-def seen_in_windows(
-    metric: Metric, rows: Sequence["WindowRow"], axis: Axis, name: Callable[[Series], str]
-) -> str:
-    """Which of several averages saved most and least, and which ended best and worst.
-
-    Averages whose printed values are equal share a place.
-    """
-    parts = []
-
-    def ranked(
-        values: Sequence[tuple[float, "WindowRow"]], say: Callable[[float], str], *, highest: bool
-    ) -> list[tuple[str, list[str]]]:
-        """What is printed, best first, with the names of the averages that have it."""
-        groups: dict[str, list[str]] = {}
-        for value, _ in sorted(values, key=itemgetter(0), reverse=highest):
-            groups.setdefault(say(value), [])
-        for value, row in values:
-            groups[say(value)].append(name(row.series))
-        return list(groups.items())
-
-    ahead = [(a.saved.mean, row) for row in rows if row.headline and (a := row.headline.on(axis))]
-    if len(ahead) > 1:
-        groups = ranked(ahead, lambda saved: say_count(saved, axis), highest=True)
-        (most, longest), (least, shortest) = groups[0], groups[-1]
-        if len(groups) == 1:
-            which = "each of them" if len(ahead) == len(rows) else say_list(longest)
-            parts.append(f"The largest saving is {most} with {which}.")
-        else:
-            comma = "," if len(longest) > 1 else ""
-            parts.append(
-                f"The largest saving is {most} with {say_list(longest)}{comma} and {least} with "
-                f"{say_list(shortest)}."
-            )
-    parts += [
-        f"{name(row.series)} has no saving."
-        for row in rows
-        if row.headline is None and row.unmatched is None
-    ]
-    ended = [(row.final.mean, row) for row in rows if row.final]
-    if len(ended) > 1:
-        highest = metric.better == "higher"
-        groups = ranked(ended, lambda value: say_value(metric, value), highest=highest)
-        (good, first), (bad, last) = groups[0], groups[-1]
-        if len(groups) == 1:
-            which = "each of them has" if len(ended) == len(rows) else f"{say_list(first)} have"
-            parts.append(f"At the end {which} {good}.")
-        else:
-            values = [value for value, _ in ended]
-            parts.append(
-                f"At the end {say_list(first)} {_are(first)} best with {good} and {say_list(last)} "
-                f"{_are(last)} worst with {bad}"
-                f"{_against_noise(metric, max(values) - min(values), rows)}."
-            )
-    return " ".join(parts)
-
-
 def seen_at_targets(metric: Metric, row: "MainRow") -> str:
     """How the saving changes towards hard targets."""
     curve = row.curve
@@ -419,16 +348,6 @@ def _at(saving: Saving, axis: Axis) -> str:
     if saving.num_both < saving.num_seeds:
         return f"{text} in {saving.num_both} of {seeds} and never reached in the others"
     return text + (f" ({say_range(amount.saved)} by seed)" if amount.saved.num_seeds > 1 else "")
-
-
-def _against_noise(metric: Metric, difference: float, rows: Sequence["WindowRow"]) -> str:
-    """Whether a difference is larger than the spread of the seeds."""
-    spreads = [row.final.sd for row in rows if row.final and row.final.sd is not None]
-    if not spreads or difference == 0:
-        return ""
-    word = "smaller" if max(spreads) > abs(difference) else "larger"
-    sd = say_difference(metric, max(spreads))
-    return f"; the difference is {word} than the standard deviation over seeds ({sd})"
 
 
 # ---------------------------------------------------------------- what limits the numbers

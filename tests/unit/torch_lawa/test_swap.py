@@ -214,7 +214,7 @@ def test_buffers_that_were_replaced_inside_return() -> None:
 
 
 def test_refused_before_anything_was_collected() -> None:
-    with pytest.raises(NotReadyError, match="needs 2 snapshots, but there are none"):
+    with pytest.raises(NotReadyError, match="0 of 2 snapshots"):
         LatestWeightAverager(k=2).swapped_into(nn.Linear(1, 1))
 
 

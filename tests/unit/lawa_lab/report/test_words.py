@@ -6,12 +6,12 @@ from lawa_lab.report.curves import Metric
 from lawa_lab.report.runs import Series
 from lawa_lab.report.savings import Amount, Mean, Saving
 from lawa_lab.report.summary import WindowRow
+from lawa_lab.report.window_words import seen_in_windows
 from lawa_lab.report.words import (
     say_duration,
     say_number,
     say_spread,
     say_value,
-    seen_in_windows,
 )
 
 
