@@ -17,7 +17,7 @@ from torch_lawa.shards import local
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["recalibrate_batch_norm"]
+__all__ = ["layers_with_statistics", "recalibrate_batch_norm"]
 
 
 def recalibrate_batch_norm(
@@ -50,11 +50,7 @@ def recalibrate_batch_norm(
     >>> recalibrate_batch_norm(model, [torch.randn(8, 2) for _ in range(5)], num_batches=4)
     4
     """
-    layers = [
-        module
-        for module in model.modules()
-        if isinstance(module, _BatchNorm) and module.running_mean is not None
-    ]
+    layers = layers_with_statistics(model)
     if not layers:
         return 0
     if num_batches is not None and (not isinstance(num_batches, int) or num_batches < 1):
@@ -78,6 +74,15 @@ def recalibrate_batch_norm(
             seen.write()
             raise
     return num_used
+
+
+def layers_with_statistics(model: nn.Module) -> list[_BatchNorm]:
+    """The BatchNorm layers that keep running statistics."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, _BatchNorm) and module.running_mean is not None
+    ]
 
 
 class _Seen:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_lawa.averager import LatestWeightAverager
-from torch_lawa.batch_norm import recalibrate_batch_norm
+from torch_lawa.batch_norm import layers_with_statistics, recalibrate_batch_norm
 from torch_lawa.coefficients import Blend
 from torch_lawa.errors import ConfigError
 
@@ -45,10 +45,7 @@ class BatchNormCache:
 
     def needed(self, model: nn.Module) -> bool:
         """Whether the model has statistics that should be re-estimated."""
-        return self._num_batches != 0 and any(
-            isinstance(module, _BatchNorm) and module.running_mean is not None
-            for module in model.modules()
-        )
+        return self._num_batches != 0 and bool(layers_with_statistics(model))
 
     def holds(self, averager: LatestWeightAverager, k: int | None = None) -> bool:
         """Whether the statistics for the averager's present window are known.

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.averager_protocol import Averager
-from torch_lawa.batch_norm import recalibrate_batch_norm
+from torch_lawa.batch_norm import layers_with_statistics, recalibrate_batch_norm
 from torch_lawa.coefficients import Coefficients, name_coefficients
 from torch_lawa.errors import ConfigError
 from torch_lawa.metrics import MetricsWriter, Row
@@ -212,7 +211,7 @@ def _policies(
             raise ConfigError(
                 f"batch_norm={policy!r}: choose from 're-estimated' and 'copied' (a list of them)."
             )
-    if not any(isinstance(m, _BatchNorm) and m.track_running_stats for m in model.modules()):
+    if not layers_with_statistics(model):
         return (None,)
     if asked is None:
         return ("copied",) if loader is None else ("re-estimated",)

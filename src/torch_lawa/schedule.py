@@ -328,7 +328,7 @@ def choose_schedule(schedule: Schedule | None, horizon: float | None, k: int) ->
         return schedule
     if schedule is not None:
         raise ConfigError(
-            f"horizon={horizon} and schedule={schedule}: give one of them. For a horizon with a "
+            f"horizon={horizon} and schedule={schedule}: pass only one. For a horizon with a "
             f"start, use schedule=Horizon({horizon}, k={k}, start=...)."
         )
     check_share("horizon", horizon)
@@ -338,8 +338,7 @@ def choose_schedule(schedule: Schedule | None, horizon: float | None, k: int) ->
 def check_window(schedule: Schedule, k: int, samples: int, min_snapshots: int) -> None:
     """Refuse a schedule that does not fit a window of k snapshots, of so many samples each."""
     room = k * samples
-    # A larger window of plain snapshots is not used in full; one of samples would hardly be used.
-    if isinstance(schedule, Horizon) and (schedule.k > room or (samples > 1 and schedule.k < room)):
+    if isinstance(schedule, Horizon) and schedule.k != room:
         what, window = ("snapshots", f"k={k}") if samples == 1 else ("samples", f"{room} of them")
         raise ConfigError(
             f"{schedule} spreads {schedule.k} {what} over its share of the run, but the window "

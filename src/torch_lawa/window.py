@@ -189,9 +189,7 @@ class Window:
                 hint = f"the first one has {self.num_sampled} of its {self.samples} samples so far."
             elif held:
                 hint = "check averager.ready, request average(k=...), or set min_snapshots=1."
-            raise NotReadyError(
-                f"only {usual} of {needed} snapshots that an average needs were collected: {hint}"
-            )
+            raise NotReadyError(f"no average yet, with {usual} of {needed} snapshots: {hint}")
         return usual
 
     def put(self, snapshot: Snapshot, selection: Selection, counters: Counters) -> None:

@@ -10,6 +10,7 @@ In all of this module k = 0 stands for the raw weights, those that are being tra
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from torch_lawa.averager import LatestWeightAverager
+from torch_lawa.batch_norm import layers_with_statistics
 from torch_lawa.batch_norm_cache import BatchNormCache
 from torch_lawa.errors import ConfigError, StateError
 from torch_lawa.evaluation import ActClock, evaluating
@@ -26,6 +28,7 @@ from torch_lawa.ranks.agreement import all_true, check_same_choice
 from torch_lawa.selection import live_tensors
 from torch_lawa.shards import local
 from torch_lawa.swap import refuse_if_swapped
+from torch_lawa.units import counted
 from torch_lawa.validation import check_kind, one_of, whole_number
 
 if TYPE_CHECKING:
@@ -224,7 +227,8 @@ class WindowChooser:
         search: Which windows are compared, and how: `WindowSearch(mode="max")` for an accuracy. The
             chooser works with a copy of it.
         loader: Batches of training data, for models with BatchNorm: the statistics of each window
-            are re-estimated from them. The raw weights keep their own.
+            are re-estimated from them. The raw weights keep their own. Without a loader such a
+            model gets a warning: statistics of the newest snapshot do not fit a window.
         batch_norm_batches: How many of these batches to use (default: all).
         group: The process group whose ranks re-estimate BatchNorm together and must agree. The
             ranks of a sharded model (FSDP2, tensor parallel) are found without it.
@@ -249,6 +253,7 @@ class WindowChooser:
         self._search.check(averager)
         self._batch_norm = BatchNormCache(0 if loader is None else batch_norm_batches)
         self._group = group
+        self._warned = False
 
     @property
     def k(self) -> int:
@@ -266,7 +271,10 @@ class WindowChooser:
         with clock("choose"):
             values = {0: self._measured(model) if raw is None else _as_number("raw is", raw)}
             known = not self._batch_norm.needed(model)
-            for k in self._search.candidates(self._averager):
+            candidates = self._search.candidates(self._averager)
+            if candidates and self._loader is None and not self._warned:
+                self._warned = _warn_of_stale_statistics(model)
+            for k in candidates:
                 if k == 1 and known and newest_is_live(self._averager, model, self._group):
                     values[1] = values[0]
                     continue
@@ -308,6 +316,19 @@ class WindowChooser:
         with evaluating(model):
             value = self._evaluate(model)
         return _as_number("evaluate returned", value)
+
+
+def _warn_of_stale_statistics(model: nn.Module) -> bool:
+    """Warn if a model's averages are measured with the statistics of the newest snapshot."""
+    layers = len(layers_with_statistics(model))
+    if layers:
+        warnings.warn(
+            f"the windows are measured with the running statistics of the newest snapshot in "
+            f"{counted(layers, 'BatchNorm layer')}, which do not fit averaged weights and can "
+            "destroy their accuracy. Pass loader=train_loader to re-estimate them.",
+            stacklevel=3,
+        )
+    return bool(layers)
 
 
 def _as_number(what: str, value: SupportsFloat) -> float:

@@ -348,7 +348,7 @@ def test_a_sweep_over_shares(run: Path, lawa: Lawa) -> None:
     code, said, complained = lawa("sweep", *words)  # resumed: everything is known
     assert (code, said) == (0, "")
     for wrong, message in (
-        (["--horizon", "0.1"], "only one checkpoint"),
+        (["--horizon", "0.1"], "fewer than two checkpoints"),
         (["--horizon", "2"], "between 0 and 1"),
         ([], "--k, --horizon, or both"),
     ):

@@ -274,6 +274,19 @@ def test_mistakes_are_named(words: list[object], code: int, message: str, lawa: 
     assert message in complained
 
 
+def test_a_run_without_rows_yet_is_left_out_with_a_note(lawa: Lawa, metrics: Path) -> None:
+    empty = metrics.parents[1] / "later" / "metrics.jsonl"
+    empty.parent.mkdir()
+    empty.touch()
+    code, said, noted = lawa(metrics.parents[1])
+    assert (code, said) == lawa(metrics)[:2]
+    assert noted == f"Note: {empty} is empty, so it is left out.\n"
+    code, _, told = lawa(empty.parent)
+    assert code == 1
+    assert "metrics.jsonl" in told
+    assert lawa(empty)[0] == 1  # which was asked for by its name
+
+
 def test_a_run_without_averages_is_said_to_be_one(lawa: Lawa, metrics: Path) -> None:
     raw = [line for line in metrics.read_text().splitlines() if '"raw"' in line]
     metrics.write_text("\n".join(raw) + "\n")

@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
 
 import click
 import pytest
+import torch
 from support.programs import LAWA, Program
 from support.ranks import free_port
 from support.training import rows_of
@@ -44,6 +46,19 @@ def test_every_field_is_an_option_with_its_default(
     options = command.get_command(click.Context(command), recipe).params  # type: ignore[union-attr]
     helps = {option.name: option.help for option in options if isinstance(option, click.Option)}
     assert not [name for name in expected if name not in helps]
+
+
+def test_help_says_where_defaults_are_from(capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(recipe: str) -> str:
+        assert lawa("train", recipe, "--help") == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    digits, cifar = shown("digits"), shown("cifar100-resnet34")
+    assert "Defaults are the paper's values" in cifar
+    assert "paper" not in digits  # which did not train it
+    assert "--data" in cifar
+    assert "--data" not in digits
+    assert "swa:START_STEP" in digits
 
 
 def test_options_reach_the_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,18 +98,26 @@ def test_what_is_asked_for_goes_before_the_smoke_values(
         (["digits", "--epochs", "-3"], 2, "--epochs -3: must be positive"),
         (["digits", "--land", "0.2"], 2, "Set --schedule constant"),
         (["digits", "--budgets", ""], 2, "distinct, positive numbers"),
-        (["digits", "--resume", "--overwrite"], 2, "give one of them"),
+        (["digits", "--resume", "--overwrite"], 2, "pass only one"),
         (["digits", "--wrap", "lookahead:5:2"], 2, "lookahead[:K:ALPHA]"),
         (["digits", "--test-fraction", "0.9999"], 2, "test_fraction=0.9999"),
         (["digits", "--device", "tpu"], 2, "cpu"),
+        (["digits", "--device", "cuda"], 2, "no CUDA device"),
+        (["digits", "--budgets", "2,3", "--epochs", "50"], 2, "--epochs"),
+        (["digits", "--data", "data"], 2, "--data"),
         (["cifar100-resnet34"], 1, "cifar-100-binary"),
         (["imagenet-resnet50", "--data", "nowhere"], 1, "nowhere"),
         (["wikitext103-roberta", "--data", "nowhere"], 1, "nowhere"),
     ],
 )
 def test_mistakes_are_told(
-    words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    code: int,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert lawa("train", *words) == code
     assert said in capsys.readouterr().err
     assert not list(Path().rglob("metrics.jsonl"))
@@ -125,6 +148,16 @@ def test_a_run_from_begin_to_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert "digits: test loss" in capsys.readouterr().out
 
 
+def test_the_guide_s_landing_blends() -> None:
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "choosing.md"
+    found = re.search(r"`lawa train RECIPE (--schedule constant --land [^`]*)`", guide.read_text())
+    assert found is not None
+    assert lawa(*DIGITS, *found[1].split(), "-o", "run") == 0
+    averaged = [row for row in rows_of(Path("run")) if row["weights"] == "averaged"]
+    facts = {(row["land"], row["k"], row["coefficients"]) for row in averaged}
+    assert facts == {(0.1, 8, "blend:0.3")}
+
+
 def test_a_target_is_a_loss_or_an_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
     assert lawa(*DIGITS, "--until", "test_perplexity=3", "-o", "run") == 2
     assert "_loss or _accuracy" in capsys.readouterr().err
@@ -132,12 +165,47 @@ def test_a_target_is_a_loss_or_an_accuracy(capsys: pytest.CaptureFixture[str]) -
     assert "METRIC=VALUE" in capsys.readouterr().err
 
 
-def test_a_wrong_target_is_found_at_the_first_evaluation(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--until", "valid_loss=0.1"], "this run measures test_loss, test_accuracy"),
+        (["--until", "tst_accuracy=0.1"], "this run measures test_loss, test_accuracy"),
+        (["--until", "test_accuracy=95"], "0.95"),
+        (["--until", "test_loss=nan"], "METRIC=VALUE"),
+        (["--choose-window"], "valid_loss"),
+        (["--methods", "greedy-soup"], "valid_loss"),
+    ],
+)
+def test_what_a_recipe_does_not_measure_is_refused_before_training(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert lawa(*DIGITS, "--ks", "2", "--until", "valid_loss=0.1", "-o", "run") == 2
-    assert "--until valid_loss=0.1: this run measures" in capsys.readouterr().err
-    assert {row["weights"] for row in rows_of(Path("run"))} == {"raw"}
+    assert lawa(*DIGITS, *words, "-o", "run") == 2
+    assert said in capsys.readouterr().err
+    assert not list(Path("run").glob("*"))
+    assert lawa(*DIGITS, "--until", "test_accuracy=0.1", "-o", "run") == 0  # the folder is free
+
+
+def test_a_reached_target_is_told_again(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*DIGITS, "--ks", "2,1", "--until", "test_accuracy=0.2", "-o", "run"]
+    assert lawa(*words) == 0
+    shown = capsys.readouterr().out
+    assert "The average reached test_accuracy 0.2" in shown
+    first = next(line for line in shown.splitlines() if line.startswith("epoch 1"))
+    assert first.endswith("→      -")  # the average of 2, not of 1
+    rows = rows_of(Path("run"))
+    assert f" {rows[1]['test_loss']:.4f} → " in first  # BatchNorm is treated alike in all lines
+    assert lawa(*words, "--resume") == 0
+    shown = capsys.readouterr().out
+    assert "already reached test_accuracy 0.2" in shown
+    assert f"after {rows[-1]['step']} of" in shown
+    assert rows_of(Path("run")) == rows
+
+
+def test_a_target_and_landings_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--schedule", "constant", "--land", "0.5", "--budgets", "1,2"]
+    assert lawa(*DIGITS, *words, "--until", "test_accuracy=0.2", "-o", "run") == 2
+    assert "--until" in capsys.readouterr().err
+    assert not Path("run").exists()
 
 
 def test_a_mistake_neither_costs_nor_leaves_a_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,7 @@ class LineTask:
     """Fits a line with least squares."""
 
     num_batches = 5
+    metrics: tuple[str, ...] = ("test_loss",)
     strict = True
 
     def __init__(self, slope: float, seed: int) -> None:

@@ -154,7 +154,7 @@ def test_lines_a_second_watcher_and_ctrl_c(tmp_path: Path) -> None:
     assert "another `lawa watch`" in second.stderr
     save_steps(run, 100, 200)
     lines = [watch.stdout.readline() for _ in range(3)]
-    assert lines[:2] == ["step 100: taken (1 of 2)\n", "step 200: taken (2 of 2)\n"]
+    assert lines[:2] == ["step 100: added (1 of 2)\n", "step 200: added (2 of 2)\n"]
     path = tmp_path / "out-200.safetensors"
     assert lines[2].startswith(
         f"step 200: averaged 2 checkpoints, steps 100 to 200 -> {path} (40 kB in "
@@ -175,7 +175,7 @@ def test_once_for_programs(tmp_path: Path) -> None:
     assert made["step"] == 3
     assert [row["step"] for row in made["inputs"]] == [2, 3]
     assert made["output"] == str(out)
-    assert done.stderr == "step 2: taken (1 of 2)\nstep 3: taken (2 of 2)\n"
+    assert done.stderr == "step 2: added (1 of 2)\nstep 3: added (2 of 2)\n"
 
 
 def test_nobody_reads_any_more(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_nobody_reads_any_more(tmp_path: Path) -> None:
     arguments = [str(run), "--k", "1", "-o", str(out), "--poll", "0.05", "--settle", "0.05"]
     with subprocess.Popen([*WATCH, *arguments], stdout=subprocess.PIPE, text=True) as watch:
         assert watch.stdout is not None
-        assert watch.stdout.readline() == "step 2: taken (1 of 1)\n"
+        assert watch.stdout.readline() == "step 2: added (1 of 1)\n"
         watch.stdout.close()
         save_steps(run, 3)
         try:

@@ -96,7 +96,7 @@ def read_run(folder: Path) -> None:
         lambda: read_rows([folder]),
         lambda: _earlier_figures(folder),
         run.load,
-        lambda: run.cut(3),
+        lambda: run.cut(3, epochs=4),
         lambda: MetricsWriter(run.metrics).close(),
         lambda: read_metrics(run.metrics),
     ]

@@ -143,7 +143,7 @@ class Run:
         self.draw, self.folder, self.serial = random.Random(seed), folder, itertools.count()
         self.net = Net(torch.Generator().manual_seed(seed))
         self.k, least = self.draw.randint(1, 4), self.draw.randint(1, 2)
-        self.schedule = self.draw.choice([Every(least), Horizon(0.5, k=1)])
+        self.schedule = self.draw.choice([Every(least), Horizon(0.5, k=self.k)])
         self.sliding = self.draw.choice([True, False])
         self.stored = self.draw.choice([None, None, torch.bfloat16])
         self.begin()
@@ -247,6 +247,8 @@ class Run:
         if self.draw.random() < 0.5:
             self.k = saved.k = self.draw.randint(1, 5)
             saved.snapshots = saved.snapshots[-self.k :]
+            if isinstance(self.schedule, Horizon):
+                self.schedule = Horizon(self.schedule.share, k=self.k)
             self.begin()
             self.collect()
         else:

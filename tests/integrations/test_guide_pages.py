@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.guides import ROOT, blocks, commands
+from support.guides import GUIDES, ROOT, blocks, commands
 from support.models import same_bits
 from support.timm import import_timm
 from support.torchtitan import load, unpack_recorded, weights_of
@@ -145,6 +145,21 @@ def test_choosing(bench: Bench) -> None:
     assert averager.snapshot_steps[0] == pytest.approx(0.75 * steps, rel=0.02)
     bench.run(recent)
     assert bench.names["averager"].coefficients == Recent(0.1)
+
+
+def test_averages_of_the_first_steps_are_as_the_guide_says() -> None:
+    assert "no average before step 16" in (text := (GUIDES / "choosing.md").read_text())
+    assert "up to step 31" in text
+    model = nn.Linear(1, 1, bias=False)
+    averager = LatestWeightAverager(k=16, horizon=1 / 4, samples=16)
+    complete = []
+    for step in range(1, 40):
+        model.weight.data.fill_(float(step))
+        averager.step(model)
+        if averager.ready and averager.average()["weight"].item() == (1 + step) / 2:
+            complete.append(step)
+        assert averager.ready == (step >= 16)
+    assert complete == list(range(16, 32))
 
 
 def test_rows_for_a_report(bench: Bench) -> None:
@@ -332,6 +347,7 @@ def test_averager(bench: Bench) -> None:
 
     average = bench.names["averager"].average()
     (resume,) = blocks("averager.md", "Resuming", "python")
+    del bench.names["torch"]  # the block imports what it uses
     exec(resume, bench.names)
     assert all(map(same_bits, bench.names["averager"].average().values(), average.values()))
     (sharded,) = blocks("sharded.md", "Saving and loading", "python")

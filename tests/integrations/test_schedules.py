@@ -265,7 +265,7 @@ def test_contradictions_are_refused() -> None:
     with pytest.raises(ConfigError, match="collect_every=3"):
         averaging(horizon=0.5, collect_every=3)
     for callback in (averaging, LatestWeightAveraging):
-        with pytest.raises(ConfigError, match="give one of them"):
+        with pytest.raises(ConfigError, match="pass only one"):
             callback(horizon=0.5, schedule=Every(2))
     with pytest.raises(ConfigError, match="schedule"):
         averaging(schedule=Every)

@@ -252,7 +252,7 @@ def test_watch_follows_a_run_that_deletes_checkpoints(tmp_path: Path) -> None:
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         found = reader.restore(tmp_path / "mean" / "default")["params"]
     same(found, mean([state["params"] for state in states[1:]]))
-    assert "step 300: taken (2 of 2)" in said
+    assert "step 300: added (2 of 2)" in said
     assert (tmp_path / "mean" / "notes.txt").read_text() == "mine"
 
 

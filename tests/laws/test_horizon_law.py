@@ -4,6 +4,7 @@ Online, resumed at any step, in any store, with another k or in slots: the same 
 """
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from support.models import round_fraction, true_mean
 from torch import Tensor
 
 from torch_lawa import DiskStore, Horizon, LatestWeightAverager
+from torch_lawa.errors import ConfigError
 from torch_lawa.offline.average import run_average
 from torch_lawa.offline.plan import plan_average
-from torch_lawa.offline.sweep import sweep_checkpoints
+from torch_lawa.offline.sweep import plan_sweep, sweep_checkpoints
 
 SHARES = st.floats(0.03, 0.95) | st.sampled_from([0.1, 0.25, 1 / 3, 0.5, 0.29])
 
@@ -142,6 +144,25 @@ def test_labels_of_the_caller_decide_what_is_in_the_share() -> None:
     exact = true_mean([weights(epoch)["w"] for epoch in (4, 5, 6)])
     assert averager.average()["w"].tolist() == [round_fraction(m, torch.float32) for m in exact]
     assert not torch.equal(averager.average(k=4)["w"], averager.average()["w"])
+
+
+def test_a_sweep_leaves_out_a_share_with_fewer_than_two_checkpoints(tmp_path: Path) -> None:
+    for step in range(100, 1001, 100):
+        save_file(weights(step), tmp_path / f"step_{step}.safetensors")
+    plan = plan_sweep(tmp_path, horizons=[0.1, 0.25, 0.5])
+    assert {window.horizon for window in plan.windows} == {0.25, 0.5}
+    (note,) = plan.notes
+    assert note.startswith("--horizon 0.1 is left out")
+    # The hint is the smallest share that has two, and is exact to its digits.
+    assert "0.101 or more" in note
+    assert plan_sweep(tmp_path, horizons=[0.101]).windows[-1].k == 2
+    assert plan_sweep(tmp_path, [2], horizons=[0.1], at=[300]).notes
+    with pytest.raises(ConfigError, match=r"--horizon 0\.1,0\.05: .*0\.101 or more"):
+        plan_sweep(tmp_path, horizons=[0.1, 0.05])
+    with pytest.raises(ConfigError, match=r"0\.337 or more"):  # (100 + 1) / 300
+        plan_sweep(tmp_path, [1], horizons=[0.1], at=[300])
+    with pytest.raises(ConfigError, match="--at"):
+        plan_sweep(tmp_path, horizons=[0.9], at=[100])
 
 
 @settings(max_examples=15)

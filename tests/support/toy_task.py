@@ -38,6 +38,7 @@ class ToyTask:
     """`poisoned` steps have targets that are no numbers."""
 
     num_batches = 6
+    metrics: tuple[str, ...] = ("test_loss",)
     strict = True
 
     def __init__(self, worker: Worker, poisoned: tuple[int, ...] = ()) -> None:

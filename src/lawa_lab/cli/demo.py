@@ -161,14 +161,16 @@ def _show(folders: list[Path], output: Path, begin: float, *, as_json: bool) -> 
         console.print(equal_budget_table(metric, frontier))
         console.print("Budget at equal quality", style="bold")
         console.print(equal_quality_table(metric, frontier))
-    for text in findings:
-        console.print(f"{text}\n", style="bold", markup=False)
     for _, frontier in frontiers[:1]:
-        total = sum(point.budget for point in frontier.annealed)
+        lengths = [point.budget for point in frontier.annealed]
         console.print(
-            f"One run of {frontier.budgets[-1]:g} epochs has all results of the average; the "
-            f"annealed runs took {total:g} epochs together.\n"
+            f"One run instead of {len(lengths)}: a constant-rate run of {max(lengths):g} epochs "
+            f"has an average for every length; the annealed runs took {sum(lengths):g} epochs "
+            "together.\n",
+            style="bold",
         )
+    for text in findings:
+        console.print(f"{text}\n", markup=False)
     console.print("Where averaging helps and where it does not:")
     for text in lost:
         say(console, text, bullet="- ")

@@ -84,13 +84,15 @@ def command(
     one run are combined, and runs of one recipe are compared. Annealed runs of several lengths and
     averages of constant-rate runs are shown as a frontier.
     """
-    from lawa_lab.report.rows import find_files
+    from lawa_lab.report.rows import find_empty, find_files
     from lawa_lab.report.runs import load_runs
     from lawa_lab.report.summary import summarise
 
     if output is not None and not overwrite:
         _refuse_earlier(output)
     runs = load_runs(metrics)
+    for file in find_empty(metrics):
+        click.echo(f"Note: {file} is empty, so it is left out.", err=True)
     report = summarise(runs, metric=metric, k=k)
     # The tables are printed even if writing files fails, for example without matplotlib; and the
     # files are written even if nobody reads the tables any more, as in `| head`.

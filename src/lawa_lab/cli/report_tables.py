@@ -135,7 +135,8 @@ def equal_quality_table(metric: Metric, frontier: Frontier) -> Table:
     counted = any(row.saving.gpu_hours for row in rows)
     table = _table()
     table.add_column("annealed run")
-    heads = ["final", "its length", "average has it at (seeds)", "saved"]
+    reached = f"{say_axis(frontier.axis, 1)} at which the average reaches it (by seed)"
+    heads = ["final", "its length", reached, "saved"]
     for name in [*heads, *["time saved"] * timed, *["GPU-h"] * counted]:
         table.add_column(name, justify="right")
     for row in rows:

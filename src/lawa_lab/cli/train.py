@@ -58,13 +58,14 @@ def _recipe(config: type[TrainConfig]) -> click.Command:
         return _train(config, options, given)
 
     hyper = [_option(item, config) for item in dataclasses.fields(config)]
-    about = (
-        f"{config.about}\n\nDefaults are the paper's values, or our own where the paper gives none."
-    )
+    about = config.about
+    if config.from_paper:
+        about += "\n\nDefaults are the paper's values, or our own where the paper gives none."
+    run = [option for option in _RUN if config.reads_data or option.name != "data"]
     return click.Command(
         config.recipe,
         callback=callback,
-        params=[*_RUN, *hyper],
+        params=[*run, *hyper],
         help=about,
         short_help=config.about,
     )
@@ -212,8 +213,12 @@ def _train(recipe: type[TrainConfig], options: Mapping[str, Any], given: Mapping
     except ConfigError as error:
         raise click.UsageError(_with_options(str(error), names)) from None
     if options["resume"] and options["overwrite"]:
-        raise click.UsageError("--resume and --overwrite: give one of them.")
-    data = options["data"]
+        raise click.UsageError("--resume and --overwrite: pass only one.")
+    if options["budgets"] is not None and "epochs" in given:
+        raise click.UsageError(
+            "--budgets and --epochs: pass only one. --budgets gives the numbers of epochs."
+        )
+    data = options.get("data")
     if options["dry_run"]:
         shown = {"recipe": config.recipe, "seed": options["seed"], "data": data and str(data)}
         click.echo(json.dumps({**shown, **dataclasses.asdict(config)}, indent=2))
@@ -258,6 +263,11 @@ def _run(plan: "RunPlan", path: Path, options: Mapping[str, Any]) -> int:
             runs = plan_budgets(plan, options["budgets"], path, if_used=if_used)
         else:
             runs = [BudgetedRun(plan, RunFolder(path, if_used=if_used))]
+        if until is not None and any(run.branches for run in runs):
+            raise ConfigError(
+                "--until with --land and --budgets: a run that stops early does not reach its "
+                "landings. Leave out --until, or one of the other two."
+            )
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     worker = choose_worker(options["device"])
@@ -311,9 +321,11 @@ def _say_target(until: "Target", outcome: "Outcome") -> str:
     target = f"{until.metric} {until.value:g}"
     if outcome.reached is None:
         return f"The average did not reach {target} in {outcome.num_steps} steps."
-    saved = 1 - outcome.step / outcome.num_steps
-    return (
-        f"The average reached {target} (it has {outcome.reached[until.metric]:.4f}) after "
-        f"{outcome.step} of {outcome.num_steps} steps, epoch {outcome.reached['epoch']:g}: "
+    row, already = outcome.reached, "" if outcome.num_trained else " had already"
+    saved = 1 - row["step"] / outcome.num_steps
+    text = (
+        f"The average{already} reached {target} (it has {row[until.metric]:.4f}) after "
+        f"{row['step']} of {outcome.num_steps} steps, epoch {row['epoch']:g}: "
         f"{saved:.0%} of the planned training was not needed."
     )
+    return text if outcome.num_trained else f"{text} Nothing was trained."

@@ -15,6 +15,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from lawa_lab.recipes.config import TrainConfig
+from lawa_lab.recipes.evaluation import main_average
 from lawa_lab.recipes.loop import TrainingCallback
 from lawa_lab.recipes.run_folder import RunPlan
 from lawa_lab.recipes.task import Worker
@@ -43,7 +45,7 @@ def show_run(
         soft_wrap=True,
     )
     if not console.is_terminal:
-        yield _Lines(console, None)
+        yield _Lines(config, console, None)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -53,7 +55,7 @@ def show_run(
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        yield _Lines(console, progress)
+        yield _Lines(config, console, progress)
 
 
 class _Json(TrainingCallback):
@@ -66,10 +68,10 @@ class _Json(TrainingCallback):
 
 
 class _Lines(TrainingCallback):
-    """One line per evaluation: raw weights and the first average, with BatchNorm treated alike."""
+    """One line per evaluation: raw weights and the main average, with BatchNorm treated alike."""
 
-    def __init__(self, console: Console, progress: Progress | None) -> None:
-        self._console, self._progress = console, progress
+    def __init__(self, config: TrainConfig, console: Console, progress: Progress | None) -> None:
+        self._config, self._console, self._progress = config, console, progress
         self._begun = False
 
     def on_begin(self, step: int, num_steps: int, num_batches: int) -> None:
@@ -99,8 +101,8 @@ class _Lines(TrainingCallback):
 
     def on_rows(self, rows: list[Row]) -> None:
         """Print the values of raw and averaged weights."""
-        averaged = next((row for row in rows if row["weights"] == "averaged"), None)
-        policy = averaged["batch_norm"] if averaged else None
+        averaged = main_average(rows, self._config)
+        policy = self._config.batch_norm[0]  # also before the first average
         raw = next(
             (r for r in rows if r["weights"] == "raw" and r["batch_norm"] == policy), rows[0]
         )

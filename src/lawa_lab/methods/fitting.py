@@ -35,7 +35,11 @@ class FittingData:
 
 @runtime_checkable
 class Fitted(Protocol):
-    """An averager that learns or chooses something from data before it is evaluated."""
+    """An averager that learns or chooses something from data before it is evaluated.
+
+    One that calls `validate` sets `validates = True`: a run without validation data then refuses
+    it before it trains.
+    """
 
     def fit(self, data: FittingData) -> Any:
         """Decide what `swapped_into` will swap in; the model must have its weights again after."""

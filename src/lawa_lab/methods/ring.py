@@ -124,6 +124,8 @@ class PhasedAverage(RingAverage):
     Weights that favour recent snapshots are better early in a run.
     """
 
+    validates = True
+
     def chosen(self, data: FittingData, n: int) -> Sequence[float]:
         """Measure both."""
         losses: dict[tuple[float, ...], float] = {}

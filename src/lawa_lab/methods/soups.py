@@ -38,6 +38,8 @@ def greedy_members(number: int, score: Callable[[Sequence[int]], float]) -> list
 class GreedySoup(RingAverage):
     """The greedy soup of the snapshots of a window, chosen by validation loss."""
 
+    validates = True
+
     def chosen(self, data: FittingData, n: int) -> Sequence[float]:
         """1 for members, 0 for others."""
 

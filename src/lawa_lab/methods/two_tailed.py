@@ -19,6 +19,8 @@ class TwoTailedAverage:
     the long one always begins about where the average is best. The long one is served.
     """
 
+    validates = True
+
     def __init__(self, model: nn.Module, *, kind: str) -> None:
         self.kind = kind
         self._long, self._short = (

@@ -1,8 +1,8 @@
 """The settings that all recipes share, with the help text and bounds of each.
 
 Pure Python, so that `lawa train RECIPE --help` answers at once. The defaults are the paper's
-values. Where the paper (sections 3 and B) says nothing, the value is that of the code it cites, and
-the help text says "Ours".
+values, for recipes that are in it. Where the paper (sections 3 and B) says nothing, the value is
+that of the code it cites, and the help text says "Ours".
 """
 
 import abc
@@ -53,6 +53,8 @@ class TrainConfig(abc.ABC):
 
     recipe: ClassVar[str]
     about: ClassVar[str]
+    from_paper: ClassVar[bool] = False  # whether the defaults are the paper's
+    reads_data: ClassVar[bool] = True  # whether `--data` names a folder that it needs
     # What `--smoke` changes: seconds on a CPU, with synthetic data.
     smoke_values: ClassVar[dict[str, Any]]
     num_threads: ClassVar[int | None] = None  # on a CPU; None: PyTorch's default

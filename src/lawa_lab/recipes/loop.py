@@ -6,11 +6,13 @@ the rest. A resumed run therefore equals an uninterrupted one, bit for bit on th
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lawa_lab.recipes.evaluation import main_average
 from lawa_lab.recipes.learning_rate import first_landing_step
 from lawa_lab.recipes.parallel import Parallel
 from lawa_lab.recipes.run_folder import RunFolder, RunPlan
@@ -20,7 +22,7 @@ from lawa_lab.recipes.trainer import Trainer
 from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
 from torch_lawa.cli.signals import StopRequest
 from torch_lawa.errors import ConfigError
-from torch_lawa.metrics import MetricsWriter, Row
+from torch_lawa.metrics import MetricsWriter, Row, read_metrics
 
 __all__ = ["Branch", "Outcome", "Target", "TrainingCallback", "make_task", "train"]
 
@@ -74,22 +76,26 @@ class Target:
                 f"--until {text}: write it as METRIC=VALUE, such as test_accuracy=0.784 or "
                 "valid_loss=3.2"
             ) from None
+        if not math.isfinite(target.value):
+            raise ConfigError(f"--until {text}: METRIC=VALUE needs a finite number")
         if not target.metric.endswith(("_loss", "_accuracy")):
             raise ConfigError(
                 f"--until {text}: give a metric whose name ends in _loss or _accuracy, such as "
                 "test_accuracy"
             )
+        if target.metric.endswith("_accuracy") and target.value > 1:
+            raise ConfigError(f"--until {text}: accuracies are fractions of 1 (0.95, not 95)")
         return target
 
-    def check(self, row: Row) -> None:
-        """Raise if a row of any weights does not have the metric."""
-        if self.metric not in row:
-            names = ", ".join(name for name in row if name.endswith(("_loss", "_accuracy")))
-            raise ConfigError(f"--until {self.metric}={self.value:g}: this run measures {names}")
+    def check(self, names: Sequence[str]) -> None:
+        """Raise if the metric is not among these names."""
+        if self.metric not in names:
+            raise ConfigError(
+                f"--until {self.metric}={self.value:g}: this run measures {', '.join(names)}"
+            )
 
     def reached(self, row: Row) -> bool:
         """Whether a row has it."""
-        self.check(row)
         value = row[self.metric]
         if self.metric.endswith("_loss"):
             return bool(value <= self.value)
@@ -102,8 +108,10 @@ class Outcome:
 
     step: int
     num_steps: int
+    num_trained: int
+    """Steps of this call: 0 if a run was resumed that had nothing left to train."""
     reached: Row | None = None
-    """The row of the average that reached the target, if there was one."""
+    """The row of the main average that reached the target, if one did (its values on rank 0)."""
 
     @property
     def finished(self) -> bool:
@@ -128,8 +136,8 @@ def train(
 
     Ctrl-C or SIGTERM saves a checkpoint and returns an `Outcome` that is not `finished`. A
     checkpoint is also saved every `save_minutes`. The folder is written to only when the data is
-    loaded and the options have proved valid. Training ends early when the first average has
-    reached the target `until`.
+    loaded and the options have proved valid. Training ends early when the main average has
+    reached the target `until`; a resumed run whose average had reached it trains nothing.
 
     The `branches` are landings of this constant-rate run: each is trained when the run reaches the
     step where its rate begins to fall, and ends with the bits that a run of its own would have.
@@ -140,6 +148,8 @@ def train(
         contextlib.ExitStack() as stack,
     ):
         task = make_task(plan, worker)  # may take a while; Ctrl-C has nothing to save yet
+        if until is not None:
+            until.check(task.metrics)
         stop = stack.enter_context(stop_request())
         trainer = Trainer(plan, task, worker, compile=compile, parallel=parallel)
         if worker.rank == 0:
@@ -148,7 +158,7 @@ def train(
         resumed = trainer.load(folder)
         writer = None
         if worker.rank == 0:
-            folder.cut(trainer.step if resumed else -1)
+            folder.cut(trainer.step if resumed else -1, epochs=plan.config.epochs)
             writer = stack.enter_context(MetricsWriter(folder.metrics))
         options = _LoopOptions(
             stop=stop,
@@ -185,9 +195,10 @@ def _loop(
 ) -> Outcome:
     callback, saves = options.callback, options.save_seconds
     saved_at = time.monotonic()
-    reached: Row | None = None
+    begin = trainer.step
+    reached = _reached_before(trainer, folder, options.until)
     stopped = _train_branches(trainer, branches, options)  # if it resumes where one starts
-    for batch in trainer.batches() if not stopped else ():
+    for batch in trainer.batches() if not stopped and reached is None else ():
         trainer.train_step(batch)
         callback.on_step(trainer.step)
         if trainer.averager.schedule.due(trainer.step):
@@ -199,11 +210,8 @@ def _loop(
         if trainer.evaluation_due:
             rows = trainer.evaluate(writer)
             callback.on_rows(rows)
-            averages = [row for row in rows if row["weights"] == trainer.averager.kind]
-            if options.until:  # also before the first average, so that a mistake is found at once
-                options.until.check(rows[0])
-            if options.until and averages and options.until.reached(averages[0]):
-                reached = averages[0]
+            reached = _reached(rows, trainer, options.until)
+            if reached is not None:
                 break
         if _train_branches(trainer, branches, options):
             stopped = True
@@ -217,12 +225,31 @@ def _loop(
             saved_at = time.monotonic()
     if saves is not None:
         trainer.save(folder)
-    outcome = Outcome(trainer.step, trainer.num_steps, reached)
+    num_trained = trainer.step - begin
+    outcome = Outcome(trainer.step, trainer.num_steps, num_trained=num_trained, reached=reached)
     if outcome.finished:
         tensors, notes = trainer.averaged()
         if trainer.worker.rank == 0:
             save_tensors(folder.averaged, tensors, notes)
     return outcome
+
+
+def _reached(rows: Sequence[Row], trainer: Trainer, until: Target | None) -> Row | None:
+    """The row of the main average, if it has reached the target."""
+    main = None if until is None else main_average(rows, trainer.config)
+    return main if until is not None and main is not None and until.reached(main) else None
+
+
+def _reached_before(trainer: Trainer, folder: RunFolder, until: Target | None) -> Row | None:
+    """The first row of a resumed run whose main average had reached the target."""
+    if until is None or not trainer.step:
+        return None
+    found = None
+    if trainer.worker.rank == 0 and folder.metrics.exists():
+        rows = read_metrics(folder.metrics)
+        found = next((row for row in rows if _reached([row], trainer, until) is not None), None)
+    [ranks] = trainer.worker.total([float(found is not None)])
+    return found or ({} if ranks else None)
 
 
 def _train_branches(trainer: Trainer, branches: Sequence[Branch], options: "_LoopOptions") -> bool:

@@ -45,6 +45,18 @@ class RunPlan:
         """Number of threads on a CPU; a smoke run is too small for more than one."""
         return 1 if self.smoke else self.config.num_threads
 
+    def extends(self, other: "RunPlan") -> bool:
+        """Whether this is the other plan with more epochs at a constant rate, without a landing.
+
+        Nothing that the other run has done depends on its length.
+        """
+        config = self.config
+        longer = config.epochs > other.config.epochs
+        if not longer or config.schedule != "constant" or config.land:
+            return False
+        epochs = other.config.epochs
+        return dataclasses.replace(self, config=dataclasses.replace(config, epochs=epochs)) == other
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as in `config.json`."""
         return {
@@ -71,7 +83,7 @@ class RunFolder:
     """Reads and writes the files of one run; each file is complete or absent.
 
     `if_used` says what happens to a run that the folder already contains: "resume" it, if it has
-    the same plan, "overwrite" it, or "refuse".
+    the same plan or a shorter one at a constant rate, "overwrite" it, or "refuse".
     """
 
     def __init__(self, path: Path, *, if_used: IfUsed = "resume") -> None:
@@ -110,7 +122,7 @@ class RunFolder:
         self._check(plan)  # again: another run may have started while the data was loaded
         if self.used and self._if_used == "overwrite":
             self.clear()
-        if not self.used:
+        if not self.used or plan.extends(self.read_plan()):
             self.write_plan(plan, {"world_size": world_size})
         self.recover()
 
@@ -159,8 +171,11 @@ class RunFolder:
             ) from None
 
     def require_same(self, plan: RunPlan) -> None:
-        """Refuse to continue a run that has a different plan."""
-        before, now = (_flat(p.as_dict()) for p in (self.read_plan(), plan))
+        """Refuse to continue a run that has a different plan, except one that this extends."""
+        there = self.read_plan()
+        if plan.extends(there):
+            return
+        before, now = (_flat(p.as_dict()) for p in (there, plan))
         differing = [
             f"{name} was {before.get(name)} and is {now.get(name)}"
             for name in (before | now)
@@ -195,15 +210,22 @@ class RunFolder:
             )
         return dict(state)
 
-    def cut(self, step: int) -> None:
-        """Drop rows and snapshots after `step`, which the resumed run writes again."""
-        self._cut_metrics(step)
+    def cut(self, step: int, *, epochs: float) -> None:
+        """Drop rows and snapshots after `step`, which the resumed run writes again.
+
+        Rows name the length of the run, so those of an extended run get the new one.
+        """
+        self._cut_metrics(step, epochs)
         self._cut_trajectory(step)
 
-    def _cut_metrics(self, step: int) -> None:
+    def _cut_metrics(self, step: int, epochs: float) -> None:
         if not self.metrics.exists():
             return
-        rows = [row for row in read_metrics(self.metrics) if (row.get("step") or 0) <= step]
+        rows = [
+            {**row, "budget_epochs": epochs} if "budget_epochs" in row else row
+            for row in read_metrics(self.metrics)
+            if (row.get("step") or 0) <= step
+        ]
         with replacing(self.metrics) as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
 

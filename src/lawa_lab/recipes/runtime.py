@@ -36,10 +36,10 @@ def choose_worker(device: str | None = None) -> Worker:
         raise ConfigError(f"device={device!r}: use cpu, cuda or cuda:N.") from None
     if chosen.type == "cuda":
         if not torch.cuda.is_available():
-            raise LawaError(f"device={device!r}: PyTorch sees no CUDA device; use --device cpu.")
+            raise ConfigError(f"device={device!r}: PyTorch sees no CUDA device; use --device cpu.")
         index = local_rank if chosen.index is None else chosen.index
         if index >= torch.cuda.device_count():
-            raise LawaError(
+            raise ConfigError(
                 f"device={device!r}: rank {rank} needs GPU {index}, but this machine has "
                 f"{torch.cuda.device_count()}. Start at most one process per GPU."
             )

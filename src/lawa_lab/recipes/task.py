@@ -54,6 +54,9 @@ class Task(Protocol):
     num_batches: int
     """Steps per epoch."""
 
+    metrics: tuple[str, ...]
+    """The names of the values that `evaluate` returns, known before the first evaluation."""
+
     strict: bool
     """Whether every operation of a step has a deterministic algorithm, which is then required."""
 

@@ -1,4 +1,4 @@
-"""Model, optimizer and averagers of one run: a step, a snapshot, an evaluation, a checkpoint."""
+"""Model, optimizer and averagers of one run: a step, a snapshot, a checkpoint."""
 
 import contextlib
 import copy
@@ -13,14 +13,12 @@ from torch import Tensor, nn
 
 from lawa_lab.methods.fitting import Fitted, FittingData
 from lawa_lab.methods.registry import RingMethod, parse_method
-from lawa_lab.methods.ring import RingAverage
 from lawa_lab.methods.schedule_free import ScheduleFreeAverage
 from lawa_lab.methods.stopwatch import Stopwatch
-from lawa_lab.recipes.config import TrainConfig
+from lawa_lab.recipes.evaluation import Evaluation, averages_of
 from lawa_lab.recipes.learning_rate import learning_rate
 from lawa_lab.recipes.optimizers import build_optimizer
 from lawa_lab.recipes.parallel import Parallel, Shards, State, choose_parallel
-from lawa_lab.recipes.quantization import quantized
 from lawa_lab.recipes.run_folder import RunFolder, RunPlan
 from lawa_lab.recipes.runtime import require_deterministic
 from lawa_lab.recipes.task import Batch, Task, Worker, mixed_seed
@@ -29,12 +27,10 @@ from lawa_lab.wrappers.registry import parse_wrappers
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.averager_protocol import Averager
 from torch_lawa.batch_norm import recalibrate_batch_norm
-from torch_lawa.coefficients import Coefficients, name_coefficients, parse_coefficients
 from torch_lawa.errors import ConfigError, LawaError, StateError
-from torch_lawa.evaluation import evaluate_side_by_side, evaluating
+from torch_lawa.evaluation import evaluating
 from torch_lawa.metrics import MetricsWriter, Row
 from torch_lawa.schedule import Every, Horizon, Schedule
-from torch_lawa.window_choice import WindowSearch
 
 __all__ = ["Trainer"]
 
@@ -92,7 +88,10 @@ class Trainer:
         }
         if config.schedule_free:
             self.methods[ScheduleFreeAverage.kind] = ScheduleFreeAverage(self.optimizer)
-        self._search = WindowSearch(config.ks) if config.choose_window else None
+        self._check_validation()
+        self._evaluation = Evaluation(
+            config, task, self.model, self.forward, self.averager, self.methods
+        )
         self._stopwatch = Stopwatch(worker.device)
         self._stopwatch.seconds = dict.fromkeys(self.methods, 0.0)
         self.step = 0
@@ -201,65 +200,18 @@ class Trainer:
         number = self.step // (self.nu * config.evaluate_every)
         last = self.step == self.num_steps
         whole = number % config.variants_every == 0 or last or self.step in self._evaluated_at
-        averagers = [self.averager, *self.methods.values()]
         self._fit_methods()
         with self.autocast():
-            rows = evaluate_side_by_side(
-                self.model,
-                averagers,
-                lambda _: self._measure(quantize=last),
-                labels=self._labels(),
-                ks=_averages(config)[: None if whole else 1],
-                batch_norm=config.batch_norm[: None if whole else 1],  # type: ignore[arg-type]
-                loader=self.task.calibration(),
+            rows = self._evaluation.rows(
+                self._labels(),
+                every_average=whole,
+                at_end=last,
+                method_seconds=self._stopwatch.seconds,
             )
-        if self._search is not None and whole:
-            rows.append(self._chosen(rows))
-        for row in rows:
-            if row["weights"] in self.methods:
-                self._describe_method(row)
-            if writer is not None:
+        if writer is not None:
+            for row in rows:
                 writer.write(row)
         return rows
-
-    def _chosen(self, rows: list[Row]) -> Row:
-        """The row of the window with the best `valid_loss`, charged with measuring all of them."""
-        assert self._search is not None
-        if "valid_loss" not in rows[0]:
-            raise ConfigError(
-                "choose_window: this run has no valid_loss, and choosing on test data would "
-                "flatter the result. Set --validation-fraction, where the recipe has it, or leave "
-                "--choose-window out."
-            )
-        uniform = name_coefficients(_averages(self.config)[0][1])
-        windows = {
-            row["k"]: row
-            for row in rows
-            if row["weights"] == self.averager.kind and row["coefficients"] == uniform
-        }
-        measured = {0: rows[0], **windows}
-        k = self._search.decide({k: row["valid_loss"] for k, row in measured.items()})
-        names = ("average_seconds", "batch_norm_seconds", "evaluate_seconds")
-        spent = sum(row.get(name, 0.0) for row in windows.values() for name in names)
-        facts = {"weights": "chosen", "k": None, "coefficients": None, "chosen_k": k}
-        return {**measured[k], **facts, "average_seconds": spent, "batch_norm_seconds": 0.0}
-
-    def _measure(self, *, quantize: bool) -> dict[str, float]:
-        values = dict(self.task.evaluate(self.forward))
-        for bits in self.config.quantize if quantize else ():
-            with quantized(self.model, bits):
-                rounded = self.task.evaluate(self.forward)
-            for name, value in rounded.items():
-                head, _, kind = name.rpartition("_")
-                values[f"{head}_{bits}bit_{kind}"] = value
-        return values
-
-    def _describe_method(self, row: Row) -> None:
-        """Name the method and charge it its own updates instead of the window's."""
-        reads = isinstance(self.methods[row["weights"]], RingAverage)
-        row["collect_seconds"] = self._stopwatch.seconds.get(row["weights"], 0.0)
-        row["collect_seconds"] += self.collect_seconds if reads else 0.0
-        row["weights"], _, row["coefficients"] = row["weights"].partition(":")
 
     def _step_methods(self) -> None:
         """Update every method after an optimizer step; the time is charged to the method."""
@@ -298,11 +250,6 @@ class Trainer:
             recalibrate_batch_norm(self.model, self.task.calibration())
             with evaluating(self.model):
                 values = self.task.evaluate(self.forward)
-        if "valid_loss" not in values:
-            raise ConfigError(
-                f"methods={','.join(self.config.methods)}: one of them chooses by valid_loss, "
-                "which this recipe does not have; on test data the result would be flattered."
-            )
         return values["valid_loss"]
 
     def _mean_of(self, values: Sequence[float]) -> list[float]:
@@ -318,7 +265,7 @@ class Trainer:
 
     def averaged(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The first average, BatchNorm statistics re-estimated, and the metadata of its file."""
-        k, rule = _averages(self.config)[0]
+        k, rule = averages_of(self.config)[0]
         k = min(k, len(self.averager))  # with a horizon, a short run may have fewer
         with self.averager.swapped_into(self.model, k, coefficients=rule):
             with self.autocast():
@@ -380,8 +327,9 @@ class Trainer:
     @property
     def _parts(self) -> dict[str, Any]:
         """By their names in a checkpoint."""
-        search = {} if self._search is None else {"window search": self._search}
-        return {"averager": self.averager, **self.methods, **search, **self._wrapped.built}
+        search = self._evaluation.search
+        chosen = {} if search is None else {"window search": search}
+        return {"averager": self.averager, **self.methods, **chosen, **self._wrapped.built}
 
     def _labels(self) -> Row:
         labels: Row = {
@@ -465,11 +413,17 @@ class Trainer:
                 "per step of one process."
             )
 
-
-def _averages(config: TrainConfig) -> list[tuple[int, Coefficients]]:
-    """Every k with the first coefficients, then the first k with the other coefficients."""
-    rules = [parse_coefficients(text) for text in config.coefficients]
-    return [(k, rules[0]) for k in config.ks] + [(config.ks[0], rule) for rule in rules[1:]]
+    def _check_validation(self) -> None:
+        """Refuse what chooses by validation loss if there is none."""
+        choosing = [f"--methods {t}" for t, a in self.methods.items() if getattr(a, "validates", 0)]
+        choosing += ["--choose-window"] if self.config.choose_window else []
+        if choosing and "valid_loss" not in self.task.metrics:
+            raise ConfigError(
+                f"{choosing[0]} chooses by valid_loss, but this run measures "
+                f"{', '.join(self.task.metrics)}, and choosing on test data would flatter the "
+                "result. Hold out validation data, where the recipe has --validation-fraction or "
+                "--held-out, and add --evaluate-test."
+            )
 
 
 def _split(batch: Batch, size: int | None) -> list[Batch]:

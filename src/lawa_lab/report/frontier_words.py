@@ -127,12 +127,14 @@ def forecast(metric: Metric, found: Forecast) -> str:
     """How well the average foretells the result of a decay."""
     side = "above" if found.mean_error > 0 else "below"
     rank = found.rank_correlation
+    window = found.average.removeprefix("average, ")
+    average = found.average if window == found.average else f"{window} average"
     return (
-        f"Forecast ({found.annealed}): where a decay starts, the {found.average} is "
-        f"on average {say_difference(metric, abs(found.mean_error))} {side} the "
-        f"{plain(metric.name)} with which the decay ends (mean absolute error "
-        f"{say_difference(metric, found.mean_absolute_error)}, rank correlation "
-        f"{'unknown' if rank is None else f'{rank:.2f}'}, {len(found.branches)} branches)."
+        f"Forecast ({found.annealed}): where a decay starts, the {average} is "
+        f"{say_difference(metric, abs(found.mean_error))} {side} the {plain(metric.name)} with "
+        f"which the decay ends (mean of {len(found.branches)} branches; mean "
+        f"absolute error {say_difference(metric, found.mean_absolute_error)}, rank correlation "
+        f"{'unknown' if rank is None else f'{rank:.2f}'})."
     )
 
 
@@ -155,7 +157,6 @@ def notes(metric: Metric, frontier: Frontier) -> list[str]:
     ]
     if early:
         said.append(
-            f"Some annealed runs had their final value earlier, so less of them would have been "
-            f"enough ({'; '.join(early)})."
+            f"Some annealed runs reached their final value before the end ({'; '.join(early)})."
         )
     return said

@@ -85,7 +85,8 @@ def _equal_quality(
     axis = frontier.axis
     timed = any(row.saving.seconds for row in rows)
     hours = any(row.saving.gpu_hours for row in rows)
-    head = ["annealed run", "final value", f"its {axis}s", f"average has it at {axis} (seeds)"]
+    reached = f"{words.say_axis(axis, 1)} at which the average reaches it (by seed)"
+    head = ["annealed run", "final value", f"its {axis}s", reached]
     head += [f"{axis}s saved", "in %", *["time saved"] * timed, *["GPU-hours saved"] * hours]
     labels = dict.fromkeys(row.average for row in rows)
     groups: list[tuple[str | None, list[list[str]]]] = []

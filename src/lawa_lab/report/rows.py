@@ -11,7 +11,7 @@ from torch_lawa.errors import FormatError
 from torch_lawa.metrics import Row, read_metrics
 from torch_lawa.validation import DAMAGE
 
-__all__ = ["find_files", "read_rows"]
+__all__ = ["find_empty", "find_files", "read_rows"]
 
 _COUNTS = {"epoch", "step", "num_devices", "k", "land", "budget_epochs", "peak_learning_rate"}
 _PLAN = ("schedule", "land", "budget_epochs", "peak_learning_rate")
@@ -25,9 +25,9 @@ _LABELS = ("recipe", "run", "seed", "coefficients", "batch_norm", "device")
 def find_files(paths: Sequence[Path]) -> dict[Path, str | None]:
     """The metrics files, each once, and the run name that the file itself implies, if any.
 
-    A folder stands for the `metrics.jsonl` files in and below it. If there are none, it stands for
-    its other `.jsonl` files that hold rows of weights, and each of those is a run of its own, named
-    after the file: nothing else tells such files apart.
+    A folder stands for the `metrics.jsonl` files in and below it that have rows. If there are none,
+    it stands for its other `.jsonl` files that hold rows of weights, and each of those is a run of
+    its own, named after the file: nothing else tells such files apart.
     """
     files: dict[Path, tuple[Path, str | None]] = {}
     for path in paths:
@@ -36,8 +36,21 @@ def find_files(paths: Sequence[Path]) -> dict[Path, str | None]:
     return dict(files.values())
 
 
+def find_empty(paths: Sequence[Path]) -> list[Path]:
+    """The `metrics.jsonl` files below folders that `find_files` leaves out: they have no row yet.
+
+    A run writes its first row after its first evaluation.
+    """
+    below = [file for path in paths if path.is_dir() for file in path.rglob("metrics.jsonl")]
+    return sorted({file for file in below if _is_empty(file)})
+
+
+def _is_empty(file: Path) -> bool:
+    return not file.stat().st_size
+
+
 def _files_in(folder: Path) -> list[tuple[Path, str | None]]:
-    usual = sorted(folder.rglob("metrics.jsonl"))
+    usual = [file for file in sorted(folder.rglob("metrics.jsonl")) if not _is_empty(file)]
     if usual:
         return [(file, None) for file in usual]
     others = sorted(folder.rglob("*.jsonl"))

@@ -5,9 +5,8 @@ Each sentence states what some rows of the metrics show. Terminal, page and demo
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from lawa_lab.report.curves import Axis, Curve, Metric
@@ -300,35 +299,6 @@ def _late(row: "MainRow") -> list[str]:
     return parts
 
 
-def seen_in_windows(
-    metric: Metric, rows: Sequence["WindowRow"], axis: Axis, name: Callable[[Series], str]
-) -> str:
-    """Which of several averages saved most and least, and which ended best and worst."""
-    parts = []
-    ahead = [(a.saved.mean, row) for row in rows if row.headline and (a := row.headline.on(axis))]
-    if len(ahead) > 1:
-        (most, longest), (least, shortest) = (pick(ahead, key=itemgetter(0)) for pick in (max, min))
-        parts.append(
-            f"The largest saving is {say_count(most, axis)} with {name(longest.series)} and "
-            f"{say_count(least, axis)} with {name(shortest.series)}."
-        )
-    parts += [
-        f"{name(row.series)} has no saving."
-        for row in rows
-        if row.headline is None and row.unmatched is None
-    ]
-    ended = [(row.final.mean, row) for row in rows if row.final]
-    if len(ended) > 1:
-        order = sorted(ended, key=itemgetter(0), reverse=metric.better == "higher")
-        (good, first), (bad, last) = order[0], order[-1]
-        parts.append(
-            f"At the end {name(first.series)} is best with {say_value(metric, good)} and "
-            f"{name(last.series)} worst with {say_value(metric, bad)}"
-            f"{_against_noise(metric, good - bad, rows)}."
-        )
-    return " ".join(parts)
-
-
 def seen_at_targets(metric: Metric, row: "MainRow") -> str:
     """How the saving changes towards hard targets."""
     curve = row.curve
@@ -378,16 +348,6 @@ def _at(saving: Saving, axis: Axis) -> str:
     if saving.num_both < saving.num_seeds:
         return f"{text} in {saving.num_both} of {seeds} and never reached in the others"
     return text + (f" ({say_range(amount.saved)} by seed)" if amount.saved.num_seeds > 1 else "")
-
-
-def _against_noise(metric: Metric, difference: float, rows: Sequence["WindowRow"]) -> str:
-    """Whether a difference is larger than the spread of the seeds."""
-    spreads = [row.final.sd for row in rows if row.final and row.final.sd is not None]
-    if not spreads or difference == 0:
-        return ""
-    word = "smaller" if max(spreads) > abs(difference) else "larger"
-    sd = say_difference(metric, max(spreads))
-    return f"; the difference is {word} than the standard deviation over seeds ({sd})"
 
 
 # ---------------------------------------------------------------- what limits the numbers

@@ -226,7 +226,7 @@ def _check_best(best: int | None, metric: str | None, **others: object) -> None:
         raise ConfigError(f"--best {best}: by which metric? Pass --metric, such as valid_loss.")
     elif last is not None or horizon is not None:
         raise ConfigError(
-            f"--best {best} and --{'last' if last is not None else 'horizon'}: give one of them. "
+            f"--best {best} and --{'last' if last is not None else 'horizon'}: pass only one. "
             "--from, --to, --every and --at restrict the checkpoints to choose from."
         )
 

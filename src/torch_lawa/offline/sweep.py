@@ -5,6 +5,7 @@ only evaluated are kept in a scratch folder, as many at a time as its disk can h
 later batch read again only the checkpoints that they share with earlier ones.
 """
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -114,7 +115,8 @@ class SweepPlan:
         lines = [
             f"Sweep of {counted(len(self.found), 'checkpoint')} ({self.coefficients}): "
             f"{', '.join(what)}, ending at {where}.",
-            f"Results: {len(self.windows)} of {format_bytes(self.result_bytes)} each.",
+            f"Results: {counted(len(self.windows), 'file')}, "
+            f"{format_bytes(self.result_bytes)} each.",
         ]
         return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
 
@@ -148,7 +150,8 @@ def plan_sweep(
     """Plan windows of each length in `ks` that end at the steps `at` (default: every checkpoint).
 
     A window is planned where all of its k checkpoints exist. Each share of the steps in `horizons`
-    gives windows, too, of all checkpoints within it, where these are at least two. Results are
+    gives windows, too, of all checkpoints within it, where these are at least two; a share without
+    any window is left out with a note. Results are
     single safetensors files with the BatchNorm statistics of their newest checkpoint, so `layout`,
     `max_shard_size` and `buffers` of the options do not apply.
     """
@@ -183,12 +186,14 @@ def plan_sweep(
         )
         if share is None or k > 1
     )
-    for share in horizons:
-        if not any(w.horizon == share for w in windows):
-            raise ConfigError(
-                f"--horizon {share:g}: there is only one checkpoint within this share of the steps "
-                f"({few(f.label for f in found)}). Use a larger share, or --k."
-            )
+    empty = [h for h in horizons if not any(w.horizon == h for w in windows)]
+    notes = list(chosen.notes)
+    if empty:
+        ends = [end for end in range(len(found)) if at is None or numbers[end] in at]
+        shares, why = ",".join(f"{share:g}" for share in empty), _too_short(numbers, ends)
+        if not any(w.k > 1 for w in windows):
+            raise ConfigError(f"--horizon {shares}: {why}.")
+        notes.append(f"--horizon {shares} is left out: {why}.")
     too_long = [k for k in ks if not any(w.k == k and w.horizon is None for w in windows)]
     if too_long:
         most = len(found) if at is None else 1 + max(numbers.index(step) for step in at)
@@ -198,7 +203,17 @@ def plan_sweep(
         )
     probe = plan_found([found[windows[-1].end]], LocalPath("sweep.safetensors"), options)
     tensors = {t.written: t.target for t in probe.tensors}
-    return SweepPlan(tuple(found), windows, options, tensors, chosen.notes)
+    return SweepPlan(tuple(found), windows, options, tensors, tuple(notes))
+
+
+def _too_short(numbers: Sequence[int], ends: Sequence[int]) -> str:
+    """Why a share has no window, and the smallest share that has one; see `num_within`."""
+    text = "fewer than two checkpoints are within this share of the steps"
+    shares = [(1 + numbers[end] - numbers[end - 1]) / numbers[end] for end in ends if end]
+    least = math.ceil(1000 * min(shares, default=1.0)) / 1000
+    if least < 1:
+        return f"{text}. Use {least:g} or more"
+    return f"{text}. Use --k, or end the windows at a later step (--at)"
 
 
 def sweep_checkpoints(

@@ -111,8 +111,9 @@ def test_a_saved_schedule_continues(losses: list[float], cut: int) -> None:
         (lambda: Horizon(0.25, 0), "at least 1"),
         (lambda: Horizon(0.25, start=0.1), "length of the run"),
         (lambda: LatestWeightAverager(k=4, horizon=25), "horizon=25"),
-        (lambda: LatestWeightAverager(k=4, horizon=0.5, schedule=Every(2)), "give one of them"),
+        (lambda: LatestWeightAverager(k=4, horizon=0.5, schedule=Every(2)), "pass only one"),
         (lambda: LatestWeightAverager(k=4, schedule=Horizon(0.5, k=8)), "set the schedule.s k"),
+        (lambda: LatestWeightAverager(k=16, schedule=Horizon(0.25, k=8)), "set the schedule.s k"),
     ],
 )
 def test_impossible_schedules(make, message) -> None:  # type: ignore[no-untyped-def]

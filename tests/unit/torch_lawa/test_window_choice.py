@@ -304,6 +304,22 @@ def test_batch_norm_is_estimated_once_for_each_window() -> None:
     assert torch.equal(model[1].running_mean, before)  # type: ignore[arg-type]
 
 
+def test_stale_batch_norm_statistics_are_warned_of_once() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    averager = LatestWeightAverager(k=2)
+    chooser = WindowChooser(averager, lambda model: 0.0)
+    chooser.choose(model)  # of raw weights only, whose statistics are their own
+    averager.collect(model)
+    with pytest.warns(UserWarning, match=r"2 BatchNorm layers.*loader=") as warned:
+        chooser.choose(model)
+    assert warned[0].filename == __file__
+    chooser.choose(model)
+    frozen = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, track_running_stats=False))
+    other = LatestWeightAverager(k=2)
+    other.collect(frozen)
+    WindowChooser(other, lambda model: 0.0).choose(frozen)
+
+
 def test_the_best_window_of_a_noisy_quadratic() -> None:
     """Chosen at each evaluation within 2 % of the gain of the best window in hindsight."""
     torch.manual_seed(0)

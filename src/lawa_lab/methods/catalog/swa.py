@@ -21,13 +21,13 @@ class Swa(Method):
     """
 
     name: ClassVar[str] = "swa"
-    typed: ClassVar[str] = "swa:START"
+    typed: ClassVar[str] = "swa:START_STEP"
 
     start: float
 
     def __post_init__(self) -> None:
         if self.start < 0 or self.start != int(self.start):
-            raise ConfigError(f"swa:{self.start:g}: START is a number of steps")
+            raise ConfigError(f"swa:{self.start:g}: START_STEP is a whole number of steps")
 
     def build(self, model: "nn.Module") -> "Averager":
         """A running average on the model's device."""

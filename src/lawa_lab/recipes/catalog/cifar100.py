@@ -21,6 +21,7 @@ class Cifar100Config(TrainConfig):
 
     recipe: ClassVar[str] = "cifar100-resnet34"
     about: ClassVar[str] = "ResNet-34 on CIFAR-100 with SGD, 200 epochs (the paper's appendix B)."
+    from_paper: ClassVar[bool] = True
     smoke_values: ClassVar[dict[str, Any]] = {
         "epochs": 4,
         "batch_size": 32,

@@ -22,6 +22,7 @@ class DigitsConfig(TrainConfig):
     about: ClassVar[str] = (
         "A small convolutional net on scikit-learn's digits: 15 s on a CPU, no download."
     )
+    reads_data: ClassVar[bool] = False  # the digits come with scikit-learn
     smoke_values: ClassVar[dict[str, Any]] = {"epochs": 4, "ks": (2,), "width": 4}
     # More threads are slower at this size, and their number would change the bits.
     num_threads: ClassVar[int | None] = 1
@@ -52,7 +53,7 @@ class DigitsConfig(TrainConfig):
     )
 
     def make_task(self, data: Path | None, *, seed: int, worker: "Worker", smoke: bool) -> "Task":
-        """The digits come with scikit-learn, so `data` is not used."""
+        """The digits; `data` is not used."""
         from lawa_lab.recipes.tasks.digits import DigitsTask, load_data
 
         return DigitsTask(self, load_data(self), seed=seed, worker=worker)

@@ -28,6 +28,7 @@ class ImageNetConfig(TrainConfig):
 
     recipe: ClassVar[str] = "imagenet-resnet50"
     about: ClassVar[str] = "ResNet-50 on ImageNet with SGD, 90 epochs (the paper's section 3.1)."
+    from_paper: ClassVar[bool] = True
     smoke_values: ClassVar[dict[str, Any]] = {
         "epochs": 4,
         "batch_size": 16,

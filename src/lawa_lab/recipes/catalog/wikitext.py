@@ -21,6 +21,7 @@ class WikiTextConfig(TrainConfig):
 
     recipe: ClassVar[str] = "wikitext103-roberta"
     about: ClassVar[str] = "RoBERTa-Base on WikiText-103 with Adam, 200 epochs (section 3.2)."
+    from_paper: ClassVar[bool] = True
     smoke_values: ClassVar[dict[str, Any]] = {
         "epochs": 4,
         "batch_size": 8,

@@ -152,6 +152,9 @@ class DigitsTask:
         if config.evaluate_test and data.official is not None:
             images, labels = (each.to(device) for each in data.official)
             self._official = dataclasses.replace(self._data, test_images=images, test_labels=labels)
+        splits = ["valid" if config.validation_fraction else "test"]
+        splits += [] if self._official is None else ["test"]
+        self.metrics = tuple(f"{s}_{kind}" for s in splits for kind in ("loss", "accuracy"))
         self.num_batches = len(data.train_images) // config.batch_size
         # The same batches for every average.
         num_calibration = min(config.batch_norm_batches, self.num_batches)

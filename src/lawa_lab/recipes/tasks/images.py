@@ -47,6 +47,7 @@ class Classification(ABC):
     ) -> None:
         check_batch_size(batch_size, num_train, worker)
         self.num_batches = num_train // batch_size
+        self.metrics = score_names(prefix, num_classes)
         self._build, self._seed, self._worker, self._prefix = build, seed, worker, prefix
         self._batch_size = batch_size
         self._num_calibration = min(batch_norm_batches, self.num_batches)
@@ -116,6 +117,7 @@ class ImageTask(Classification):
         self._mean, self._deviation = channel_statistics(self._images)
         self._test = self._own_test(images)
         self._official = None if official is None else self._own_test(official)
+        self.metrics += () if official is None else score_names("test", images.num_classes)
         self._num_official = 0 if official is None else len(official.test_images)
 
     def _own_test(self, images: Images) -> ImagesAndLabels:
@@ -224,7 +226,14 @@ def score(
             right = guesses == labels[:, None]
             sums += torch.stack([losses.double().sum(), right[:, 0].sum(), right.sum()])
     loss, top1, top5 = (value / num_examples for value in worker.total(sums.tolist()))
-    values = {f"{prefix}_loss": loss, f"{prefix}_accuracy": top1}
-    if num_classes > 5:
-        values[f"{prefix}_top5_accuracy"] = top5
-    return values
+    return dict(zip(score_names(prefix, num_classes), (loss, top1, top5), strict=False))
+
+
+def score_names(prefix: str, num_classes: int) -> tuple[str, ...]:
+    """The names of the values of `score`; with 5 classes or fewer there is no top-5 accuracy.
+
+    >>> score_names("test", 10)
+    ('test_loss', 'test_accuracy', 'test_top5_accuracy')
+    """
+    names = (f"{prefix}_loss", f"{prefix}_accuracy", f"{prefix}_top5_accuracy")
+    return names if num_classes > 5 else names[:2]

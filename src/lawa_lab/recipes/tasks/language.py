@@ -31,6 +31,7 @@ class LanguageTask:
             for split, ids in tokens.ids.items()
         }
         self._train = self._splits.pop("train")
+        self.metrics = tuple(f"{split}_loss" for split in self._splits)
         self.num_batches = len(self._train) // config.batch_size
         if not self.num_batches or not all(map(len, self._splits.values())):
             counts = ", ".join(f"{len(rows):,} for {split}" for split, rows in self._splits.items())

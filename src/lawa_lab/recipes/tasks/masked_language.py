@@ -28,6 +28,7 @@ _EVALUATION_SEED = 2**31  # no run uses it
 class MaskedLanguageTask:
     """Batches are masked token ids and the labels of the tokens to predict."""
 
+    metrics: tuple[str, ...] = ("valid_loss", "valid_accuracy")
     strict = True  # fused attention is deterministic only then
     evaluated_at_once = 2**15  # tokens
 

@@ -16,13 +16,13 @@ from lawa_lab.report.figures.scene import Scene
 from lawa_lab.report.figures.style import PALE, RAW, Dashes, Style
 from lawa_lab.report.runs import Run, Series
 from lawa_lab.report.summary import MainRow, WindowRow
+from lawa_lab.report.window_words import seen_in_windows
 from lawa_lab.report.words import (
     losses,
     plain,
     say_series,
     say_short,
     seen_at_targets,
-    seen_in_windows,
 )
 from torch_lawa.errors import ConfigError
 

@@ -227,7 +227,7 @@ def select(
     if horizon is not None:
         check_share("horizon", horizon)
         if last is not None:
-            raise ConfigError(f"--last {last} and --horizon {horizon:g}: give one of them.")
+            raise ConfigError(f"--last {last} and --horizon {horizon:g}: pass only one.")
     found = discovery.found
     if not (horizon is at is start is stop is every is None):
         found = _select_numbers(discovery, at, start, stop, every or 1)

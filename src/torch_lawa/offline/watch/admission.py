@@ -68,7 +68,7 @@ class Admission:
             )
         if not self._by:  # only the first time: later, files left out are mostly incomplete
             for note in discovery.notes:
-                self._say(f"note: {note}")
+                self._say(f"Note: {note}")
         self._by = discovery.ordered_by
         self._found = dict(zip(discovery.numbers, discovery.found, strict=True))
         now, before, self._observed = self._clock(), self._observed, {}
@@ -168,7 +168,7 @@ class Admission:
             notes = ["rewritten"] if rewritten else []
             notes += ["copied, not linked"] if taken.copied else []
             count = f"{len(self._window.state.snapshots)} of {self._k}"
-            self._say(f"{found.label}: taken ({', '.join([count, *notes])})")
+            self._say(f"{found.label}: added ({', '.join([count, *notes])})")
         return True
 
     def _stranded(self, source: LiveCheckpoint, number: int) -> list[int]:

@@ -69,8 +69,8 @@ def watch_run(
     ...     save_tensors(run / f"step_{step}.safetensors", {"w": torch.ones(2)})
     >>> output = Path(tempfile.mkdtemp()) / "averaged.safetensors"
     >>> watch_run(run, output, k=2, settle=0, once=True, on_message=print)
-    step 200: taken (1 of 2)
-    step 300: taken (2 of 2)
+    step 200: added (1 of 2)
+    step 300: added (2 of 2)
     >>> output.exists()
     True
     """
@@ -259,7 +259,7 @@ class Watcher:
         notes = select(Discovery(found, by, is_run=True), last=self._k).notes
         plan = plan_found(found, LocalPath(path), self._options, notes=notes, overwrite=True)
         for note in plan.notes:
-            self._say_once(note, "note: ")
+            self._say_once(note, "Note: ")
         # Written beside the window first, so that no mean of changed bytes is published.
         aside = self._window.made / path.name
         output = replace(plan.output, location=LocalPath(aside), provisional=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from support import following
 from support.following import (
     EVERY,
     FITS,
@@ -221,12 +222,12 @@ def test_it_resumes_bit_for_bit(text: str, step: int) -> None:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_weights_and_buffers_are_restored_after_an_exception(text: str) -> None:
-    following = Following(parse_method(text))
-    with pytest.raises(LawaError), following.averager.swapped_into(following.model):
+    run = Following(parse_method(text))
+    with pytest.raises(LawaError), run.averager.swapped_into(run.model):
         pass  # nothing was averaged yet
-    model = following.go().model
+    model = run.go().model
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(RuntimeError, match="inside"), following.averager.swapped_into(model):
+    with pytest.raises(RuntimeError, match="inside"), run.averager.swapped_into(model):
         assert not torch.equal(model[0].weight, before["0.weight"])
         model(torch.randn(8, 3))  # changes the BatchNorm statistics
         raise RuntimeError("inside")
@@ -236,13 +237,28 @@ def test_weights_and_buffers_are_restored_after_an_exception(text: str) -> None:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_what_average_returns_is_what_is_swapped_in(text: str) -> None:
-    following = Following(parse_method(text)).go()
-    served = following.served()
+    run = Following(parse_method(text)).go()
+    served = run.served()
     if text.startswith(("bema", "horizon")):  # they need the live weights
         return
-    found = following.averager.average()
-    parts = [found[name].reshape(-1) for name, _ in following.model.named_parameters()]
+    found = run.averager.average()
+    parts = [found[name].reshape(-1) for name, _ in run.model.named_parameters()]
     np.testing.assert_array_equal(torch.cat(parts).numpy(), served)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_it_says_whether_it_needs_validation_data(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[object] = []
+
+    def counted(weights: np.ndarray) -> float:
+        calls.append(weights)
+        return validation_loss(weights)
+
+    monkeypatch.setattr(following, "validation_loss", counted)
+    averager = Following(parse_method(text)).go().averager
+    assert getattr(averager, "validates", False) == bool(calls)
 
 
 def test_the_made_up_run_is_worth_following() -> None:

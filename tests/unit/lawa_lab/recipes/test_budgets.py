@@ -12,8 +12,9 @@ from lawa_lab.recipes.loop import Target, train
 from lawa_lab.recipes.registry import find_recipe
 from lawa_lab.recipes.run_folder import RunFolder, RunPlan
 from lawa_lab.recipes.task import Worker
+from lawa_lab.report.runs import load_runs
 from torch_lawa.errors import ConfigError
-from torch_lawa.metrics import read_metrics
+from torch_lawa.metrics import Row, read_metrics
 
 METHODS = ("growing-ema:0.1", "horizon:0.5:4:0.6")
 
@@ -73,7 +74,37 @@ def test_training_stops_at_its_target(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=word):
             Target.parse(text)
     with pytest.raises(ConfigError, match="test_loss"):
-        Target.parse("valid_loss=1").reached({"test_loss": 1.0})
+        Target.parse("valid_loss=1").check(["test_loss"])
+
+
+def test_a_target_is_one_of_the_main_average(tmp_path: Path) -> None:
+    """A window of 1 has a row first, and it is the raw weights."""
+    target = Target.parse("test_accuracy=0.2")
+    plan = smoke_plan("digits", schedule="constant", ks=(3, 1))
+    outcome = train(plan, RunFolder(tmp_path), Worker(), until=target)
+    first = next(row for row in rows_of(tmp_path) if row["k"] == 1)
+    assert target.reached(first)
+    assert outcome.reached is not None
+    assert (outcome.reached["k"], outcome.reached["batch_norm"]) == (3, "re-estimated")
+    assert outcome.reached["epoch"] == 3
+
+
+def test_a_target_that_was_reached_is_not_trained_for_again(tmp_path: Path) -> None:
+    target = Target.parse("test_accuracy=0.2")
+    plan = smoke_plan("digits", schedule="constant", ks=(2,))
+    first = train(plan, RunFolder(tmp_path), Worker(), until=target)
+    rows, weights = rows_of(tmp_path), (tmp_path / "averaged.safetensors").read_bytes()
+    (tmp_path / "averaged.safetensors").unlink()  # as if it was killed before this was written
+    again = train(plan, RunFolder(tmp_path), Worker(), until=target)
+    assert (again.step, again.num_trained) == (first.step, 0)
+    assert first.num_trained == first.step < first.num_steps
+    assert again.finished
+    assert again.reached is not None
+    assert again.reached["step"] == first.step
+    assert rows_of(tmp_path) == rows
+    assert (tmp_path / "averaged.safetensors").read_bytes() == weights
+    # Without the target it goes on.
+    assert train(plan, RunFolder(tmp_path), Worker()).step == first.num_steps
 
 
 def test_a_landing_with_a_root() -> None:
@@ -138,3 +169,54 @@ def test_the_chosen_window_is_the_best_on_validation_data_and_pays_for_all(tmp_p
         assert row["average_seconds"] == pytest.approx(paid, abs=1e-4)
     with pytest.raises(ConfigError, match="valid_loss"):
         run(smoke_plan("digits", choose_window=True), tmp_path / "digits")
+
+
+def chosen_in_digits(path: Path, **changes: Any) -> tuple[list[Row], list[Row]]:
+    """The rows of a run that chooses its window: those chosen, and all others."""
+    plan = smoke_plan(
+        "digits",
+        ks=(2, 1),
+        schedule="constant",
+        validation_fraction=0.3,
+        evaluate_test=True,
+        choose_window=True,
+        **changes,
+    )
+    run(plan, path)
+    rows = read_metrics(path / "metrics.jsonl")
+    return [r for r in rows if r["weights"] == "chosen"], [
+        r for r in rows if r["weights"] != "chosen"
+    ]
+
+
+def test_the_chosen_window_has_the_first_treatment_of_batch_norm(tmp_path: Path) -> None:
+    chosen, others = chosen_in_digits(tmp_path)
+    served = 0
+    for row in chosen:
+        now = [r for r in others if r["step"] == row["step"]]
+        wanted = (("averaged", "re-estimated"), ("raw", "re-estimated"), ("raw", None))
+        candidates = [r for r in now if (r["weights"], r["batch_norm"]) in wanted]
+        values = [r["valid_loss"] for r in candidates if r["k"] in (row["chosen_k"], None)]
+        assert row["valid_loss"] in values
+        raw = min(r["valid_loss"] for r in now if r["weights"] == "raw")
+        gain = raw - min(r["valid_loss"] for r in candidates)
+        assert raw - row["valid_loss"] >= 0.99 * gain >= 0.0
+        paid = sum(
+            r[f"{act}_seconds"]
+            for r in candidates
+            if r["batch_norm"]  # the usual evaluation of the raw weights is charged to all series
+            for act in ("average", "batch_norm", "evaluate")
+            if f"{act}_seconds" in r
+        )
+        assert row["average_seconds"] == pytest.approx(paid, abs=1e-4)
+        served += row["chosen_k"] > 0
+    assert served  # otherwise nothing was tested
+
+
+@pytest.mark.parametrize("first", ["re-estimated", "copied"])
+def test_chosen_rows_are_one_series(first: str, tmp_path: Path) -> None:
+    other = "copied" if first == "re-estimated" else "re-estimated"
+    chosen, _ = chosen_in_digits(tmp_path, batch_norm=(first, other))
+    assert {row["batch_norm"] for row in chosen} == {first}
+    [own] = load_runs([tmp_path])
+    assert len([series for series in own.series if series.weights == "chosen"]) == 1

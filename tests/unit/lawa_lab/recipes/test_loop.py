@@ -47,6 +47,21 @@ def test_every_recipe_runs_in_seconds_and_learns(recipe: str, tmp_path: Path) ->
     assert len({row["epoch"] for row in rows}) == 4
 
 
+@pytest.mark.parametrize(
+    ("recipe", "changes"),
+    [
+        *((recipe, {}) for recipe in RECIPES),
+        ("digits", {"validation_fraction": 0.3}),
+        ("digits", {"validation_fraction": 0.3, "evaluate_test": True}),
+        ("cifar100-resnet34", {"held_out": 16, "evaluate_test": True}),
+    ],
+)
+def test_a_task_says_what_it_measures(recipe: str, changes: dict[str, Any]) -> None:
+    task = make_task(smoke_plan(recipe, **changes), Worker())
+    with torch.no_grad():
+        assert list(task.evaluate(task.build_model().eval())) == list(task.metrics)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("whole")
@@ -198,6 +213,44 @@ def test_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
         folder.require_same(smoke_plan("digits", learning_rate=0.3))
     with pytest.raises(ConfigError, match="seed was 3 and is 4"):
         folder.require_same(smoke_plan("digits", seed=4))
+
+
+@pytest.mark.parametrize("stop", [-1, 13])
+@pytest.mark.parametrize("horizon", [None, 0.5])
+def test_a_constant_rate_run_is_extended(stop: int, horizon: float | None, tmp_path: Path) -> None:
+    """Finished or stopped, it ends with the bits of a run that was longer from the start."""
+
+    def plan(epochs: int) -> RunPlan:
+        changes = {"schedule": "constant", "ks": (2,), "horizon": horizon, "batch_size": 96}
+        changes |= {"choose_window": True, "validation_fraction": 0.3}
+        return smoke_plan("digits", epochs=epochs, **changes)
+
+    run(plan(3), tmp_path / "extended", stop_at=stop, save_trajectory=True)
+    run(plan(5), tmp_path / "extended", save_trajectory=True)
+    run(plan(5), tmp_path / "whole", save_trajectory=True)
+    assert rows_of(tmp_path / "extended") == rows_of(tmp_path / "whole")
+    assert RunFolder(tmp_path / "extended").read_plan() == plan(5)
+    made, expected = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).rglob("*.safetensors")}
+        for name in ("extended", "whole")
+    )
+    assert made == expected
+    with pytest.raises(ConfigError, match="epochs was 5 and is 4"):
+        run(plan(4), tmp_path / "extended")
+
+
+@pytest.mark.parametrize("changes", [{"schedule": "cosine"}, {"schedule": "constant", "land": 0.5}])
+def test_a_run_whose_rate_falls_is_not_extended(changes: dict[str, Any], tmp_path: Path) -> None:
+    run(smoke_plan("digits", epochs=2, **changes), tmp_path, stop_at=3)
+    with pytest.raises(ConfigError, match="epochs was 2 and is 3"):
+        run(smoke_plan("digits", epochs=3, **changes), tmp_path)
+
+
+def test_only_the_length_may_change(tmp_path: Path) -> None:
+    run(smoke_plan("digits", schedule="constant", epochs=2), tmp_path, stop_at=3)
+    longer = smoke_plan("digits", schedule="constant", epochs=3, learning_rate=0.3)
+    with pytest.raises(ConfigError, match="epochs was 2 and is 3; learning_rate"):
+        run(longer, tmp_path)
 
 
 def test_a_plan_returns_from_its_file(tmp_path: Path) -> None:

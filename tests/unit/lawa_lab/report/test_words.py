@@ -3,6 +3,10 @@
 import pytest
 
 from lawa_lab.report.curves import Metric
+from lawa_lab.report.runs import Series
+from lawa_lab.report.savings import Amount, Mean, Saving
+from lawa_lab.report.summary import WindowRow
+from lawa_lab.report.window_words import seen_in_windows
 from lawa_lab.report.words import (
     say_duration,
     say_number,
@@ -61,3 +65,58 @@ def test_time_is_hours_minutes_seconds(seconds: float, text: str) -> None:
 )
 def test_counts_are_whole_where_they_nearly_are(number: float, text: str) -> None:
     assert say_number(number) == text
+
+
+def window(k: int, final: float, saved: float) -> WindowRow:
+    def mean(value: float) -> Mean:
+        return Mean(mean=value, sd=None, low=value, high=value, num_seeds=1)
+
+    amount = Amount(
+        saved=mean(saved), baseline_at=mean(20), averaged_at=mean(20 - saved), percent=None
+    )
+    saving = Saving(
+        what="headline",
+        target=0.9,
+        epochs=amount,
+        steps=None,
+        seconds=None,
+        gpu_hours=None,
+        num_seeds=1,
+        num_both=1,
+        by_seed=(),
+    )
+    return WindowRow(
+        run="sgd",
+        series=Series("averaged", k, "uniform"),
+        default=False,
+        headline=saving,
+        unmatched=None,
+        final=mean(final),
+        best=None,
+        behind=(),
+        num_behind=0,
+        num_compared=1,
+        charged_seconds=None,
+    )
+
+
+def test_windows_with_equal_printed_values_are_not_ranked() -> None:
+    accuracy = Metric("test_accuracy", "higher")
+
+    def said(*rows: WindowRow) -> str:
+        return seen_in_windows(accuracy, rows, "epoch", lambda series: f"k = {series.k}")
+
+    text = said(window(4, 0.98781, 9), window(8, 0.98779, 9.01), window(16, 0.9878, 9))
+    assert text == (
+        "The largest saving is 9 epochs with each of them. At the end each of them has 98.78%."
+    )
+    text = said(window(4, 0.98, 5), window(8, 0.99, 9), window(16, 0.99, 9), window(32, 0.97, 2))
+    assert text == (
+        "The largest saving is 9 epochs with k = 8 and k = 16, and 2 epochs with k = 32. "
+        "At the end k = 8 and k = 16 are best with 99.00% and k = 32 is worst with 97.00%."
+    )
+    text = said(window(4, 0.98, 5), window(8, 0.99, 9))
+    assert text == (
+        "The largest saving is 9 epochs with k = 8 and 5 epochs with k = 4. "
+        "At the end k = 8 is best with 99.00% and k = 4 is worst with 98.00%."
+    )

@@ -29,8 +29,8 @@ def test_a_run_that_goes_back(trainer: Trainer, tmp_path: Path) -> None:
         trainer.write(800)  # it crashed, and went on from 700
         said = watch.settle()
         assert said[0].startswith("step 800: written after step 900: the run went back")
-        assert said[1] == "step 800: taken (2 of 3, rewritten)"
-        assert said[2] == "step 600: taken (3 of 3)"  # the trunk of the new branch
+        assert said[1] == "step 800: added (2 of 3, rewritten)"
+        assert said[2] == "step 600: added (3 of 3)"  # the trunk of the new branch
         assert_file(path(800), trainer.mean(600, 700, 800))
         assert_file(path(900), first)  # still there, and still in the run
         assert watch.look(5) == []

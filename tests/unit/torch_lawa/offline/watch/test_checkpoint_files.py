@@ -47,7 +47,7 @@ def test_a_folder_counts_when_its_last_shard_is_there(trainer: Trainer, tmp_path
         assert [text.split(":")[0] for text in watch.settle()] == ["step 10"]  # skipped, once
         assert watch.look(5) == []
         save_file({"b.weight": trainer.values[10]["b.weight"]}, second / late)
-        assert watch.settle() == ["step 10: taken (2 of 2)"]
+        assert watch.settle() == ["step 10: added (2 of 2)"]
         remove_folder(second)
     mean = trainer.mean(5, 10)
     for i, name in enumerate(mean, start=1):
@@ -67,7 +67,7 @@ def test_temporary_names_are_left_alone(trainer: Trainer, out: Path, name: str) 
         new = folder.rename(folder.with_name(name.format(10)))
         assert watch.settle() == []
         new.rename(folder)
-        assert watch.settle() == ["step 10: taken (1 of 1)"]
+        assert watch.settle() == ["step 10: added (1 of 1)"]
 
 
 def test_pytorch_files(trainer: Trainer, tmp_path: Path) -> None:

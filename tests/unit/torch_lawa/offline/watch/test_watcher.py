@@ -37,7 +37,7 @@ def test_a_new_average_for_each_checkpoint_though_the_trainer_keeps_one(
                 trainer.delete(step - 100)
             said = watch.settle()
             taken = min(step // 100, 3)
-            assert said == [f"step {step}: taken ({taken} of 3)"]
+            assert said == [f"step {step}: added ({taken} of 3)"]
             assert out.exists() == (step >= 300)
             if step >= 300:
                 assert_file(out, trainer.mean(step - 200, step - 100, step))
@@ -56,7 +56,7 @@ def test_nothing_is_taken_before_it_has_settled(trainer: Trainer, out: Path) -> 
                 file.flush()
                 assert watch.look() == []
         assert watch.look() == []  # whole now, but unchanged for less than 20 seconds
-        assert watch.look() == ["step 100: taken (1 of 1)"]
+        assert watch.look() == ["step 100: added (1 of 1)"]
         assert_file(out, trainer.mean(100))
 
 
@@ -135,7 +135,7 @@ def test_waiting_is_said_once(tmp_path: Path, out: Path) -> None:
         trainer = Trainer(tmp_path / "later")
         watch.look()
         trainer.write(1)
-        assert watch.settle()[-1:] == ["step 1: taken (1 of 1)"]
+        assert watch.settle()[-1:] == ["step 1: added (1 of 1)"]
 
 
 def test_a_run_whose_name_has_a_number(tmp_path: Path, out: Path) -> None:
@@ -255,10 +255,10 @@ def test_once_says_that_nothing_is_new(trainer: Trainer, out: Path) -> None:
         return said[-1]
 
     trainer.write(100, 200)
-    assert once() == "step 200: taken (2 of 2)"
+    assert once() == "step 200: added (2 of 2)"
     assert once() == f"no new checkpoints: {out} is up to date"
     trainer.write(300)
-    assert once() == "step 300: taken (2 of 2)"
+    assert once() == "step 300: added (2 of 2)"
 
 
 def test_mistakes_are_refused_at_the_start(trainer: Trainer, out: Path) -> None:

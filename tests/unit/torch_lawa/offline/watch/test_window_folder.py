@@ -41,7 +41,7 @@ def test_a_rewrite_in_place_is_noticed_and_dropped(trainer: Trainer, out: Path) 
         assert "changed after it was taken" in said[0]
         assert watch.steps == [100, 200]
         assert out.read_bytes() == before
-        assert watch.settle() == ["step 300: taken (3 of 3)"]
+        assert watch.settle() == ["step 300: added (3 of 3)"]
     assert_file(out, trainer.mean(100, 200, 300))
 
 
@@ -88,7 +88,7 @@ def test_a_file_cut_off_during_the_average_does_not_end_the_watch(
             return run(*args, **how)
 
         monkeypatch.setattr(module, "run", cutting)
-        assert watch.settle() == ["step 300: taken (2 of 2)"]
+        assert watch.settle() == ["step 300: added (2 of 2)"]
         monkeypatch.undo()
         assert out.read_bytes() == old
         assert "changed after it was taken" in watch.look()[0]
@@ -111,7 +111,7 @@ def test_links_where_there_can_be_and_copies_elsewhere(
 
         monkeypatch.setattr(checkpoint_files.os, "link", elsewhere)
         trainer.write(300)
-        assert watch.settle() == ["step 300: taken (2 of 2, copied, not linked)"]
+        assert watch.settle() == ["step 300: added (2 of 2, copied, not linked)"]
         kept = watch.window.folder / "step-300" / "step-300.safetensors"
         assert not os.path.samefile(kept, trainer.path(300))
         assert kept.read_bytes() == trainer.path(300).read_bytes()
@@ -216,7 +216,7 @@ def test_a_replacement_that_fails_leaves_the_snapshot_before(
             patched.setattr(window_folder, "keep_files", fail)
             assert "Input/output error" in watch.look(6)[0]
             assert_file(watch.window.folder / "step-100/step-100.safetensors", first)
-        assert watch.look() == ["step 100: taken (1 of 1, rewritten)"]
+        assert watch.look() == ["step 100: added (1 of 1, rewritten)"]
     assert_file(out, trainer.mean(100))
 
 
