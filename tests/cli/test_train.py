@@ -155,7 +155,7 @@ def test_the_guide_s_landing_blends() -> None:
     assert lawa(*DIGITS, *found[1].split(), "-o", "run") == 0
     averaged = [row for row in rows_of(Path("run")) if row["weights"] == "averaged"]
     facts = {(row["land"], row["k"], row["coefficients"]) for row in averaged}
-    assert facts == {(0.1, 8, "blend:0.3")}
+    assert facts == {(0.1, 16, "blend:0.4")}
 
 
 def test_a_target_is_a_loss_or_an_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
