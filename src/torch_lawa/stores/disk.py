@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torch_lawa.checkpoints.formats.safetensors import Header, read_header
 from torch_lawa.checkpoints.formats.safetensors_torch import map_flat, spec_of, write_flat
-from torch_lawa.checkpoints.storage.atomic import TEMPORARY, replacing
+from torch_lawa.checkpoints.storage.atomic import replacing, target_of
 from torch_lawa.checkpoints.storage.folder_lock import FolderLock
 from torch_lawa.errors import StoreError
 from torch_lawa.ranks.agreement import rank_and_size
@@ -31,14 +31,19 @@ from torch_lawa.stores.base import (
     Snapshot,
     Store,
 )
-from torch_lawa.stores.disk_manifest import MANIFEST, Manifest, ManifestRow, entries
+from torch_lawa.stores.disk_manifest import (
+    MANIFEST,
+    Manifest,
+    ManifestRow,
+    entries,
+    is_snapshot_file,
+    snapshot_files,
+)
 from torch_lawa.stores.disk_ranks import SPARE, RankContents, Ranks, agree
 from torch_lawa.stores.disk_writer import Job, WriterThread
 from torch_lawa.stores.memory import Stage, idle_memory
 
 __all__ = ["DiskStore"]
-
-_SUFFIX = ".safetensors"
 
 _BUSY = (
     "another averager, in this process or another one, is using this snapshot folder. Give each "
@@ -279,7 +284,7 @@ class DiskStore(Store):
                     self._write_now(row.kept_file, layout, own, snapshot)
         except BaseException as error:
             self._remove(
-                name for serial in range(first, self._serial + 1) for name in _names(serial)
+                name for serial in range(first, self._serial + 1) for name in snapshot_files(serial)
             )
             if isinstance(error, OSError):
                 raise self._not_written(error) from error
@@ -399,7 +404,7 @@ class DiskStore(Store):
 
     def _new_row(self, snapshot: Snapshot, run: int, kept: FlatLayout, notes: Notes) -> ManifestRow:
         self._serial += 1
-        return ManifestRow(snapshot, run, *_names(self._serial), kept, notes)
+        return ManifestRow(snapshot, run, *snapshot_files(self._serial), kept, notes)
 
     def _write_now(
         self, name: str, layout: FlatLayout, tensors: Mapping[str, Tensor], snapshot: Snapshot
@@ -470,12 +475,8 @@ class DiskStore(Store):
         """Remove files that a killed process left half-written, and files outside the window."""
         used = self._files.names() | self._files.surplus
         for path in self.folder.iterdir():
-            ours = path.name.startswith(("window-", "kept-", MANIFEST))
-            stray = path.name.endswith(TEMPORARY) or path.name.endswith(_SUFFIX)
-            if ours and stray and path.name not in used:
+            name, target = path.name, target_of(path.name)
+            half_written = target == MANIFEST or (target is not None and is_snapshot_file(target))
+            stray = half_written or is_snapshot_file(name)
+            if stray and name not in used and not path.is_dir():
                 path.unlink(missing_ok=True)
-
-
-def _names(serial: int) -> tuple[str, str]:
-    """The file of a snapshot, and that of the kept tensors."""
-    return f"window-{serial:08d}{_SUFFIX}", f"kept-{serial:08d}{_SUFFIX}"

@@ -41,6 +41,7 @@ __all__ = [
     "start_flushing",
     "sync_file",
     "sync_folder",
+    "target_of",
 ]
 
 TEMPORARY = ".partial"
@@ -60,6 +61,16 @@ def final_name(path: str) -> str:
     'runs/averaged/model.safetensors'
     """
     return _INSIDE.sub("", path)
+
+
+def target_of(name: str) -> str | None:
+    """The name that a temporary file or folder is for; None if it is not one of ours.
+
+    >>> target_of("a.pt.0123456789abcdef.partial"), target_of("a.pt.partial")
+    ('a.pt', None)
+    """
+    match = _NAME.fullmatch(name)
+    return match[1] if match else None
 
 
 @contextlib.contextmanager
@@ -265,10 +276,10 @@ def _recover(folder: Path, name: str | None) -> None:
     except OSError:  # does not exist yet
         return
     for left in names:
-        match = _NAME.fullmatch(left)
-        if match and name in (None, match[1]):
+        target = target_of(left)
+        if target is not None and name in (None, target):
             with contextlib.suppress(OSError):  # of another user, or removed meanwhile
-                _recover_one(folder / left, folder / match[1])
+                _recover_one(folder / left, folder / target)
 
 
 def _recover_one(left: Path, path: Path) -> None:

@@ -368,16 +368,44 @@ def test_a_kept_tensor_may_change_its_shape(tmp_path: Path) -> None:
 def test_rows_of_a_manifest_may_have_kept_tensors_of_other_shapes(tmp_path: Path) -> None:
     """Ranks keep more than one row that can be the newest: see disk_ranks."""
     from torch_lawa.stores.base import NO_NOTES, FlatLayout, Snapshot
-    from torch_lawa.stores.disk_manifest import MANIFEST, Manifest, ManifestRow
+    from torch_lawa.stores.disk_manifest import MANIFEST, Manifest, ManifestRow, snapshot_files
 
     layouts = [FlatLayout.of({"n": torch.zeros(size)}, packed=True) for size in (2, 3)]
     notes = {**NO_NOTES, "num_collected": 1}
     rows = tuple(
-        ManifestRow(
-            Snapshot(i, i), 0, f"window-{i}.safetensors", f"kept-{i}.safetensors", layout, notes
-        )  # type: ignore[arg-type]
+        ManifestRow(Snapshot(i, i), 0, *snapshot_files(i), layout, notes)  # type: ignore[arg-type]
         for i, layout in enumerate(layouts)
     )
     manifest = Manifest(rows=rows, kept=layouts[-1])
     (tmp_path / MANIFEST).write_text(manifest.text())
     assert [row.kept for row in Manifest.read(tmp_path).rows] == layouts
+
+
+def test_files_with_similar_names_are_left_alone(tmp_path: Path) -> None:
+    """Only files with exactly our names are removed, whatever else the folder holds."""
+    theirs = [
+        "window-best.safetensors",
+        "window-6.safetensors",
+        "window-000000012.safetensors",
+        "window-00000001.safetensors.bak.partial",
+        "kept-layers.safetensors",
+        "manifest.json.backup.safetensors",
+        "manifest.json.partial",
+        "window-best.safetensors.0123456789abcdef.partial",
+    ]
+    leftovers = [
+        "window-00000007.safetensors",
+        "kept-00000007.safetensors",
+        "window-00000008.safetensors.0123456789abcdef.partial",
+        "manifest.json.0123456789abcdef.partial",
+    ]
+    for name in (*theirs, *leftovers):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "window-00000009.safetensors").mkdir()
+    averager = write(tmp_path, range(5))
+    averager.reset()
+    del averager
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {*theirs, "window-00000009.safetensors", "lock"}
+    for name in theirs:
+        assert (tmp_path / name).read_text() == name
