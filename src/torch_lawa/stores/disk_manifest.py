@@ -175,6 +175,9 @@ def _parse(row: StateRow) -> Manifest:
     files = [name for r in manifest.rows for name in r.files]
     if indices != sorted(set(indices)) or len(set(files)) < len(files):
         raise ValueError("its snapshots are not in order")
+    numbers = [int(name.partition("-")[2].partition(".")[0]) for name in files]
+    if manifest.serial < max(numbers, default=0):  # the next file would replace one of these
+        raise ValueError(f"serial is {manifest.serial}, but it names file {max(numbers)}")
     return manifest
 
 

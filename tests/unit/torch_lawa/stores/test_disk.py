@@ -376,7 +376,7 @@ def test_rows_of_a_manifest_may_have_kept_tensors_of_other_shapes(tmp_path: Path
         ManifestRow(Snapshot(i, i), 0, *snapshot_files(i), layout, notes)  # type: ignore[arg-type]
         for i, layout in enumerate(layouts)
     )
-    manifest = Manifest(rows=rows, kept=layouts[-1])
+    manifest = Manifest(serial=1, rows=rows, kept=layouts[-1])
     (tmp_path / MANIFEST).write_text(manifest.text())
     assert [row.kept for row in Manifest.read(tmp_path).rows] == layouts
 

@@ -1,6 +1,7 @@
 """`manifest.json` is checked field by field when it is read back."""
 
 import errno
+import json
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,26 @@ def test_every_damaged_manifest_is_refused_or_harmless(tmp_path: Path) -> None:
             num_refused += 1
     assert num_refused > 400
     assert set(tmp_path.iterdir()) == there
+
+
+@pytest.mark.parametrize(("serial", "sound"), [(1, False), (2, False), (3, True), (9, True)])
+def test_the_next_file_replaces_none_of_the_window(
+    tmp_path: Path, serial: int, sound: bool
+) -> None:
+    averager = LatestWeightAverager(k=3, store=DiskStore(tmp_path))
+    for value in (1.0, 2.0, 3.0):
+        averager.collect({"w": torch.full((3,), value)})
+    averager.wait()
+    del averager
+    path = tmp_path / MANIFEST
+    path.write_text(json.dumps({**json.loads(path.read_text()), "serial": serial}))
+    if not sound:
+        with pytest.raises(StoreError, match="serial"):
+            LatestWeightAverager(k=3, store=DiskStore(tmp_path))
+        return
+    averager = LatestWeightAverager(k=3, store=DiskStore(tmp_path))
+    averager.collect({"w": torch.full((3,), 10.0)})
+    assert averager.average()["w"].tolist() == [5.0] * 3
 
 
 def test_a_manifest_that_cannot_be_read_is_named(
