@@ -5,6 +5,7 @@ ranges are fetched, so each piece is one request and the number of threads is th
 in flight.
 """
 
+import contextlib
 import errno
 import glob
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 from torch_lawa.checkpoints.storage.byte_sources import (
     ByteSource,
+    ReadSource,
     RemoteSource,
     SourceFile,
     open_file,
@@ -105,9 +107,13 @@ class Location(ABC):
         """Size of the file in bytes."""
         return self.stamp()[0]
 
+    def _open_plainly(self) -> ByteSource:
+        """Open the file for reading it once, without a mapping: truncation is an error at once."""
+        return self.open()
+
     def read_bytes(self) -> bytes:
         """The whole file, which must be small."""
-        source = self.open()
+        source = self._open_plainly()
         try:
             self._check_size(source.size)
             return source.view(0, source.size).tobytes()
@@ -116,7 +122,7 @@ class Location(ABC):
 
     def copy_to(self, path: Path) -> None:
         """Copy the file, of any size, to a local path."""
-        source = self.open()
+        source = self._open_plainly()
         try:
             with path.open("wb") as file:
                 for begin in range(0, source.size, _COPIED):
@@ -189,6 +195,20 @@ class LocalPath(Location):
 
     def open(self) -> ByteSource:
         return open_file(self.path)
+
+    def _open_plainly(self) -> ByteSource:
+        return ReadSource(self.path)
+
+    def copy_to(self, path: Path) -> None:
+        """Copy the file, of any size, to a local path; an error if it changes meanwhile."""
+        before = self.stamp()
+        super().copy_to(path)
+        with contextlib.suppress(FileNotFoundError):  # what was open was copied
+            if self.stamp() != before:
+                raise FormatError(
+                    f"{self}: was written to while it was being copied. Try again when it is "
+                    "complete."
+                )
 
 
 class RemoteURL(Location):
