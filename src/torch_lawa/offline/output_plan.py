@@ -252,6 +252,7 @@ def _refuse_odd(location: LocalPath) -> None:
 
 def _overlap(a: Location, b: Location) -> bool:
     """Whether one is the other, contains it or is inside it, however they are written."""
+    a, b = (p.stored_at if isinstance(p, RemoteURL) else p for p in (a, b))
     if isinstance(a, LocalPath) and isinstance(b, LocalPath):
         one, other = _entries(a.path.resolve()), _entries(b.path.resolve())
         return one[0] in other or other[0] in one

@@ -32,6 +32,7 @@ __all__ = [
     "SourceFile",
     "is_url",
     "parse_location",
+    "parse_output",
 ]
 
 _MAX_SMALL = 256 * 1024 * 1024  # bytes of a file that is read as a whole: an index, a configuration
@@ -216,8 +217,9 @@ class RemoteURL(Location):
 
     local = False
 
-    def __init__(self, fs: Any, path: str, protocol: str) -> None:
+    def __init__(self, fs: Any, path: str, protocol: str, behind: "Location | None" = None) -> None:
         self.fs, self._path, self._protocol = fs, path.rstrip("/"), protocol
+        self._behind = behind  # what a chained URL ends with
 
     def __str__(self) -> str:
         start = f"{self._protocol}://"  # for HTTP, fsspec's paths are whole URLs
@@ -236,6 +238,21 @@ class RemoteURL(Location):
     def path(self) -> str:
         """The path within the fsspec file system."""
         return self._path
+
+    @property
+    def stored_at(self) -> Location:
+        """Where its bytes are: behind caches, or the archive (or folder) that contains it."""
+        from fsspec.implementations.cached import CachingFileSystem
+        from fsspec.implementations.local import LocalFileSystem
+
+        fs = self.fs
+        while isinstance(fs, CachingFileSystem):
+            fs = fs.fs
+        if isinstance(fs, LocalFileSystem):
+            return LocalPath(self._path)
+        if isinstance(self._behind, RemoteURL) and type(fs) is type(self._behind.fs):
+            return RemoteURL(fs, self._path, self._behind._protocol)
+        return self._behind or self
 
     @property
     def name(self) -> str:
@@ -338,7 +355,7 @@ class RemoteURL(Location):
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
 
     def _at(self, path: str) -> "RemoteURL":
-        return RemoteURL(self.fs, path, self._protocol)
+        return RemoteURL(self.fs, path, self._protocol, self._behind)
 
 
 def is_url(text: str) -> bool:
@@ -374,4 +391,16 @@ def parse_location(text: str | os.PathLike[str]) -> Location:
     if isinstance(fs, LocalFileSystem):
         return LocalPath(path)
     fs.invalidate_cache()  # fsspec reuses file systems and their cached listings
-    return RemoteURL(fs, path, protocol)
+    behind = parse_location(text.rsplit("::", 1)[1]) if "::" in text else None
+    return RemoteURL(fs, path, protocol, behind)
+
+
+def parse_output(text: str | os.PathLike[str]) -> Location:
+    """The location of a result. Chained URLs are refused: they hide what would be replaced."""
+    location = parse_location(text)
+    if isinstance(location, RemoteURL) and location.stored_at is not location:
+        raise ConfigError(
+            f"{os.fspath(text)}: chained URLs and caches can be read, but not written. Write to "
+            f"{location.stored_at}."
+        )
+    return location
