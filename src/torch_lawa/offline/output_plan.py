@@ -17,6 +17,7 @@ from torch_lawa.checkpoints.formats.registry import (
     format_of_layout,
     output_layouts,
 )
+from torch_lawa.checkpoints.formats.safetensors import require_name
 from torch_lawa.checkpoints.formats.safetensors_folder import (
     DEFAULT_SHARD,
     group_by_size,
@@ -25,7 +26,7 @@ from torch_lawa.checkpoints.formats.safetensors_folder import (
 )
 from torch_lawa.checkpoints.replacement import require_replaceable
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location, RemoteURL
-from torch_lawa.errors import ConfigError, OutputError
+from torch_lawa.errors import ConfigError, FormatError, OutputError
 from torch_lawa.offline.matching import PlannedTensor
 from torch_lawa.offline.options import AverageOptions
 from torch_lawa.offline.side_files import side_files
@@ -131,6 +132,8 @@ def plan_output(
             f"{location}: --key {options.key}: {unique[0]!r} of {newest.location} can only be "
             f"written with --layout {newest.layout}. Leave out --key to average the weights."
         )
+    for tensor in tensors:
+        _require_name(tensor)
     converted = found.writer.convert is not None
     if converted and not location.local:
         raise ConfigError(
@@ -151,6 +154,14 @@ def plan_output(
         overwrite=overwrite,
         newest=newest.location,
     )
+
+
+def _require_name(tensor: PlannedTensor) -> None:
+    """Every output is a safetensors file first, and most stay one."""
+    try:
+        require_name(tensor.written)
+    except FormatError as error:
+        raise ConfigError(f"{error} (--exclude {tensor.name!r})") from None
 
 
 def _copied(newest: Checkpoint, writer: FormatWriter) -> list[Location]:

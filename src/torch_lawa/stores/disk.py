@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_lawa.checkpoints.formats.safetensors import Header, read_header
+from torch_lawa.checkpoints.formats.safetensors import Header, read_header, require_name
 from torch_lawa.checkpoints.formats.safetensors_torch import map_flat, spec_of, write_flat
 from torch_lawa.checkpoints.storage.atomic import replacing, target_of
 from torch_lawa.checkpoints.storage.folder_lock import FolderLock
@@ -56,6 +56,8 @@ class _Staging:
     """Host memory for one file, from which it is written."""
 
     def __init__(self, layout: FlatLayout) -> None:
+        for name, _, _ in entries(layout):
+            require_name(name)
         self.layout, self.stage = layout, Stage(layout)
         self._buffers: list[Buffer] | None = None
 

@@ -409,3 +409,16 @@ def test_files_with_similar_names_are_left_alone(tmp_path: Path) -> None:
     assert found == {*theirs, "window-00000009.safetensors", "lock"}
     for name in theirs:
         assert (tmp_path / name).read_text() == name
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "\ud800w"])
+def test_names_that_cannot_be_read_back_are_not_collected(tmp_path: Path, name: str) -> None:
+    averager = LatestWeightAverager(k=2, min_snapshots=1, store=DiskStore(tmp_path))
+    for tensor in (torch.ones(2), torch.tensor(1)):  # averaged and kept
+        with pytest.raises(FormatError, match="cannot be stored"):
+            averager.collect({"w": torch.ones(2), name: tensor})
+    averager.collect({"w": torch.ones(2)})
+    averager.wait()
+    del averager
+    again = LatestWeightAverager(k=2, min_snapshots=1, store=DiskStore(tmp_path))
+    assert list(again.average()) == ["w"]
