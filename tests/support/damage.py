@@ -1,6 +1,7 @@
 """Damaged files: documents with values that do not belong there, and damaged bytes."""
 
 import copy
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -85,3 +86,23 @@ def _places(found: Any) -> Iterator[tuple[Any, ...]]:
         if isinstance(found[key], dict | list):
             for rest in _places(found[key]):
                 yield (key, *rest)
+
+
+def tuples_of_one_hash(num: int) -> list[tuple[int, int]]:
+    """CPython mixes the parts of a tuple by steps that can be undone."""
+    first, second, last = 11400714785074694791, 14029467366897019727, 2870177450012600261
+    mask, undo = (1 << 64) - 1, pow(14029467366897019727, -1, 1 << 64)
+
+    def step(state: int, part: int) -> int:
+        state = (state + part * second) & mask
+        return ((state << 31 | state >> 33) & mask) * first & mask
+
+    goal = (step(last, 1) + second) & mask  # before the second part is rotated in
+    found = []
+    for a in itertools.count(1):
+        b = (goal - step(last, a)) * undo & mask
+        if b < (1 << 61) - 1:
+            found.append((a, b))
+        if len(found) == num:
+            return found
+    raise AssertionError
