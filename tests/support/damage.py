@@ -9,7 +9,7 @@ from typing import Any
 
 JUNK: tuple[Any, ...] = (
     None, True, -2, 0.5, 1e308, 10**30, "", "..", "/", "../victim", "a/b", "\0", "x" * 300,
-    [], [[]], {}, {"x": "/"}, [None],
+    "\ud800", [], [[]], {}, {"x": "/"}, [None],
 )  # fmt: skip
 
 

@@ -366,3 +366,15 @@ def test_a_folder_that_only_looks_like_a_window_is_kept(trainer: Trainer, tmp_pa
     with pytest.raises(StoreError, match="not a window"):
         Watch(trainer.folder, tmp_path / "out", k=1)
     assert folders_of(folder) == {"step-5", "lock"}
+
+
+def test_names_that_no_file_can_have_are_damage(trainer: Trainer, out: Path) -> None:
+    trainer.write(1, 2)
+    with Watch(trainer.folder, out, k=2) as watch:
+        watch.settle()
+    path = out.with_name(f"{out.name}.window") / "window.json"
+    whole = json.loads(path.read_text())
+    whole["snapshots"][0]["kept"] = {"\ud800": "x"}
+    path.write_text(json.dumps(whole))
+    with pytest.raises(StoreError, match=r"window\.json.*no file can be named"):
+        Watch(trainer.folder, out, k=2).__enter__()
