@@ -17,8 +17,14 @@ from typing import Any
 from torch import Tensor
 
 from torch_lawa.checkpoints.formats.safetensors import Header, read_header, require_name
-from torch_lawa.checkpoints.formats.safetensors_torch import map_flat, spec_of, write_flat
+from torch_lawa.checkpoints.formats.safetensors_torch import (
+    map_privately,
+    spec_of,
+    view_flat,
+    write_flat,
+)
 from torch_lawa.checkpoints.storage.atomic import replacing, target_of
+from torch_lawa.checkpoints.storage.byte_sources import GuardedSource, open_guarded
 from torch_lawa.checkpoints.storage.folder_lock import FolderLock
 from torch_lawa.errors import StoreError
 from torch_lawa.ranks.agreement import rank_and_size
@@ -76,6 +82,15 @@ class _Staging:
 
 
 @dataclass(frozen=True)
+class _MappedFile:
+    """The groups of a file, memory-mapped; guarded if there is a source."""
+
+    flats: list[Tensor]
+    size: int
+    source: GuardedSource | None
+
+
+@dataclass(frozen=True)
 class _OnDisk(Held):
     """The files of a window, and the job that is writing the newest of them."""
 
@@ -130,7 +145,7 @@ class DiskStore(Store):
         self._writer = WriterThread()
         self._files = _OnDisk()
         self._serial = 0  # of the newest file; never used twice
-        self._maps: dict[str, list[Tensor]] = {}
+        self._maps: dict[str, _MappedFile] = {}
         self._lock: FolderLock | None = None
 
     @property
@@ -313,6 +328,24 @@ class DiskStore(Store):
         assert kept_file is not None
         return self._mapped(kept_file, self._files.kept)
 
+    def shared_flats(self, snapshot: Snapshot) -> tuple[list[Tensor], list[Tensor]]:
+        """Not guarded: whoever reads zeros of a file that was truncated would not notice."""
+        self.wait()
+        now = self._files
+        newest = now.row(now.snapshots[-1])
+        assert newest.kept_file is not None
+        parts = ((now.row(snapshot).file, now.averaged), (newest.kept_file, now.kept))
+        averaged, kept = (
+            _flats(map_privately(self.folder / name), self._verify(name, layout), layout)
+            for name, layout in parts
+        )
+        return averaged, kept
+
+    def check_read(self) -> None:
+        """Raise if a file that is mapped was truncated."""
+        for name in list(self._maps):
+            self._require_whole(name)
+
     def wait(self) -> None:
         """Return when the last snapshot is on disk; raise if it could not be written."""
         job = self._files.job
@@ -437,14 +470,31 @@ class DiskStore(Store):
         )
 
     def _mapped(self, name: str, layout: FlatLayout) -> list[Tensor]:
-        if name not in self._maps:
-            path, flats, begin = self.folder / name, [], 0
-            header = self._verify(name, layout)
-            for group in layout.groups:
-                flats.append(map_flat(path, header, group.stored, begin, group.numel))
-                begin += group.numel * group.stored.itemsize
-            self._maps[name] = flats
-        return self._maps[name]
+        if name in self._maps:
+            self._require_whole(name)
+        else:
+            header, source = self._verify(name, layout), open_guarded(self.folder / name)
+            buffer = map_privately(self.folder / name) if source is None else source.buffer
+            flats = _flats(buffer, header, layout)
+            self._maps[name] = _MappedFile(flats, header.file_size, source)
+        return self._maps[name].flats
+
+    def _require_whole(self, name: str) -> None:
+        """Refuse a file that has lost bytes since it was mapped. It is mapped again the next time.
+
+        A file that was removed is whole, as long as it is mapped.
+        """
+        mapped = self._maps[name]
+        try:
+            lost = (self.folder / name).stat().st_size != mapped.size
+        except FileNotFoundError:
+            lost = False
+        if lost or (mapped.source is not None and mapped.source.damaged):
+            del self._maps[name]
+            raise StoreError(
+                f"{self.folder / name}: was truncated by another program while it was in use. "
+                "Restore it, or call averager.reset() to begin a new window."
+            )
 
     def _verify(self, name: str, layout: FlatLayout) -> Header:
         path = self.folder / name
@@ -482,3 +532,12 @@ class DiskStore(Store):
             stray = half_written or is_snapshot_file(name)
             if stray and name not in used and not path.is_dir():
                 path.unlink(missing_ok=True)
+
+
+def _flats(buffer: Any, header: Header, layout: FlatLayout) -> list[Tensor]:
+    """The groups of a layout in a mapped file."""
+    flats, begin = [], 0
+    for group in layout.groups:
+        flats.append(view_flat(buffer, header, group.stored, begin, group.numel))
+        begin += group.numel * group.stored.itemsize
+    return flats

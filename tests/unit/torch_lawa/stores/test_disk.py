@@ -20,6 +20,7 @@ from support.programs import Program
 from torch_lawa import DiskStore, LatestWeightAverager
 from torch_lawa.checkpoints.storage import atomic
 from torch_lawa.errors import ConfigError, FormatError, StoreError
+from torch_lawa.mean.kernels_native import native_library
 
 WRITER = """
 import sys, torch
@@ -422,3 +423,78 @@ def test_names_that_cannot_be_read_back_are_not_collected(tmp_path: Path, name: 
     del averager
     again = LatestWeightAverager(k=2, min_snapshots=1, store=DiskStore(tmp_path))
     assert list(again.average()) == ["w"]
+
+
+TRUNCATED = """
+import itertools, os, sys, warnings
+from pathlib import Path
+import torch
+from torch_lawa import DiskStore, LatestWeightAverager, window_mean
+from torch_lawa.errors import LawaError
+warnings.simplefilter("error")
+size, when = int(sys.argv[2]), sys.argv[3]
+blocks, flushing = window_mean.mean_blocks, window_mean.warn_if_flushing
+
+def attempt(folder, part, act):
+    averager = LatestWeightAverager(k=3, store=DiskStore(folder), _sliding=act == "sliding")
+
+    def collect(value):
+        tensors = {"w": torch.full((100_000,), value), "n": torch.full((50_000,), int(value))}
+        averager.collect(tensors)
+        averager.wait()
+
+    for value in (1.0, 2.0, 3.0):
+        collect(value)
+    averager.average()
+    path = sorted(folder.glob(f"{part}-*"))[-1]
+    whole = path.stat().st_size
+
+    def truncating(work):
+        def worked(*args):
+            os.truncate(path, size % whole)
+            return work(*args)
+        return worked
+
+    if when == "before":
+        os.truncate(path, size % whole)
+    else:  # when the files are mapped
+        window_mean.mean_blocks = truncating(blocks)
+        window_mean.warn_if_flushing = truncating(flushing)
+    averager._window._mean._sums.clear()
+    try:
+        if act == "export":
+            averager.save_pretrained(folder / "export")
+        elif act == "state":
+            averager.state_dict()
+        else:
+            averager.average()
+        said = "nothing"
+    except LawaError as error:
+        said = str(error)
+    assert "truncated" in said, (part, act, said)
+    assert not (folder / "export").exists()
+    window_mean.mean_blocks, window_mean.warn_if_flushing = blocks, flushing
+    for value in (4.0, 5.0, 6.0):
+        collect(value)
+    found = averager.average()
+    assert found["w"].unique().tolist() == [5.0], found
+    assert found["n"].unique().tolist() == [6], found
+
+acts = ("average", "sliding", "export", *(("state",) if when == "before" else ()))
+for part, act in itertools.product(("window", "kept"), acts):
+    attempt(Path(sys.argv[1], f"{part}-{act}"), part, act)
+"""
+
+
+needs_guard = pytest.mark.skipif(native_library() is None, reason="the kernels were not built")
+
+
+@pytest.mark.parametrize("when", ["before", pytest.param("while", marks=needs_guard)])
+@pytest.mark.parametrize("size", [4096, -10])
+def test_a_truncated_file_is_an_error(tmp_path: Path, size: int, when: str) -> None:
+    """And the run goes on: the file leaves the window like any other."""
+    words = [tmp_path, str(size), when]
+    done = subprocess.run(
+        [sys.executable, "-c", TRUNCATED, *words], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
