@@ -25,6 +25,7 @@ from torch_lawa.checkpoints.formats.safetensors_folder import (
     widest_first,
 )
 from torch_lawa.checkpoints.replacement import require_replaceable
+from torch_lawa.checkpoints.storage.atomic import require_short_name
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location, RemoteURL
 from torch_lawa.errors import ConfigError, FormatError, OutputError
 from torch_lawa.offline.matching import PlannedTensor
@@ -250,7 +251,8 @@ def _refuse_clashes(
 
 
 def _refuse_odd(location: LocalPath) -> None:
-    """Refuse what `--overwrite` must not replace, such as /dev/null, and parents that are files."""
+    """Refuse names that are too long, what must not be replaced, and parents that are files."""
+    require_short_name(location.path)
     if os.path.lexists(location.path) and not location.exists():
         raise OutputError(
             f"{location}: this is neither a file nor a folder (a device, or a broken link). Write "

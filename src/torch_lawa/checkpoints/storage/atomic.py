@@ -35,6 +35,7 @@ __all__ = [
     "recover_all",
     "remove",
     "replacing",
+    "require_short_name",
     "require_space",
     "reserve",
     "staging",
@@ -241,7 +242,22 @@ class _NamedFile(io.FileIO):
             return super().write(data)
 
 
+def require_short_name(path: Path) -> None:
+    """Refuse a target whose temporary name would be longer than the file system allows."""
+    try:
+        longest = os.pathconf(path.parent, "PC_NAME_MAX")
+    except (OSError, ValueError, AttributeError):  # not there yet, or not on this system
+        longest = 255
+    longest -= len(f".{'0' * 16}{TEMPORARY}")
+    if (length := len(os.fsencode(path.name))) > longest:
+        raise OutputError(
+            f"{path}: the name has {length} bytes, and at most {longest} are possible, because "
+            "results are written under a longer temporary name first. Choose a shorter name."
+        )
+
+
 def _unused_name(path: Path) -> Path:
+    require_short_name(path)
     return path.with_name(f"{path.name}.{os.urandom(8).hex()}{TEMPORARY}")
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from torch_lawa import LatestWeightAverager
 from torch_lawa.errors import ConfigError, OutputError
 from torch_lawa.offline.average import average_checkpoints
 from torch_lawa.offline.options import AverageOptions
@@ -257,3 +258,16 @@ def test_a_killed_sweep_leaves_nothing_for_good(run: Path, tmp_path: Path, keeps
         scratch=scratch,
     )
     assert os.listdir(where) == (["step-3-k-2.safetensors"] if keeps else [])
+
+
+@pytest.mark.parametrize("name", ["x" * 231, "x" * 220 + ".safetensors", "ö" * 120])
+def test_a_long_name_is_refused_before_any_work(run: Path, tmp_path: Path, name: str) -> None:
+    """Not by a warning of a temporary folder that was never made."""
+    with pytest.raises(OutputError, match=r"at most 230 are possible"):
+        plan_average(run, tmp_path / name, last=2)
+    averager = LatestWeightAverager(k=1)
+    averager.collect({"w": torch.ones(2)})
+    with pytest.raises(OutputError, match="Choose a shorter name"):
+        averager.save_pretrained(tmp_path / name)
+    assert os.listdir(tmp_path) == ["run"]
+    average_checkpoints(run, tmp_path / ("x" * 230), last=2)
