@@ -271,3 +271,16 @@ def test_a_long_name_is_refused_before_any_work(run: Path, tmp_path: Path, name:
         averager.save_pretrained(tmp_path / name)
     assert os.listdir(tmp_path) == ["run"]
     average_checkpoints(run, tmp_path / ("x" * 230), last=2)
+
+
+def test_an_export_replaces_what_its_check_allows(tmp_path: Path) -> None:
+    """The folder of an Orbax checkpoint, whose parts are known by more than their names."""
+    folder = tmp_path / "orbax"
+    (folder / "d").mkdir(parents=True)
+    for name in ("_METADATA", "manifest.ocdbt", "d/0"):
+        (folder / name).write_text("{}")
+    (folder / "notes.txt").write_text("mine")
+    averager = LatestWeightAverager(k=1)
+    averager.collect({"w": torch.ones(2)})
+    averager.save_pretrained(folder, overwrite=True)
+    assert sorted(os.listdir(folder)) == ["model.safetensors", "notes.txt"]
