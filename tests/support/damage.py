@@ -13,6 +13,7 @@ JUNK: tuple[Any, ...] = (
 )  # fmt: skip
 
 
+_NAMES = [junk for junk in JUNK if isinstance(junk, str)]
 _LARGE = [b"\xff" * 8, (2**62).to_bytes(8, "little"), b"9" * 40, b"\x00" * 16, b'"' * 3, b"[" * 300]
 
 
@@ -42,14 +43,17 @@ def damaged_bytes(data: bytes, chance: random.Random) -> bytes:
 
 
 def damaged_value(found: Any, chance: random.Random) -> Any:
-    """A copy of nested dicts and lists in which one value is junk, or missing."""
+    """A copy of nested dicts and lists in which one value is junk, missing or renamed."""
     changed = copy.deepcopy(found)
     *where, last = chance.choice(list(_places(changed)))
     inside = changed
     for key in where:
         inside = inside[key]
-    if chance.random() < 0.15:
+    kind = chance.random()
+    if kind < 0.15:
         del inside[last]
+    elif kind < 0.25 and isinstance(last, str):
+        inside[chance.choice(_NAMES)] = inside.pop(last)
     else:
         inside[last] = chance.choice(JUNK)
     return changed
@@ -70,6 +74,8 @@ def damaged_documents(text: str) -> Iterator[str]:
                 value = inside.pop(last)
                 if junk == "renamed":
                     inside["../victim"] = value
+                    yield json.dumps(changed)
+                    inside["\ud800"] = inside.pop("../victim")
             elif junk == "removed":
                 del inside[last]
             else:
