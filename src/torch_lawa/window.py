@@ -309,6 +309,7 @@ class Window:
         for name, value in self.kept.views(self.store.kept_flats()).items():
             if name in targets:
                 write_into(targets[name], value)
+        self.store.check_read()
 
     def sampled(self) -> Block | None:
         """The samples since the newest snapshot; None if there are none."""
@@ -320,10 +321,9 @@ class Window:
 
     def contents(self) -> list[Content]:
         """Every snapshot as named views into the store, oldest first; all with the newest kept."""
-        newest = self.kept.views(self.store.kept_flats()) if self.snapshots else {}
-        return [
-            Content(s, self.averaged.views(self.store.flats(s)), newest) for s in self.snapshots
-        ]
+        found = [(s, *self.store.shared_flats(s)) for s in self.snapshots]
+        newest = self.kept.views(found[-1][2]) if found else {}
+        return [Content(s, self.averaged.views(flats), newest) for s, flats, _ in found]
 
     def load(
         self,

@@ -78,6 +78,11 @@ class MeanReader:
             if writer.device.type == "cuda":
                 # Host buffers that were streamed from may be overwritten by the next snapshot.
                 torch.cuda.current_stream(writer.device).synchronize()
+        try:
+            self._store.check_read()
+        except BaseException:
+            self._sums = {}
+            raise
         if n == len(self._store.snapshots):
             self._last_read = ids
         if not all(bool(f) for f in finite):
@@ -106,6 +111,7 @@ class MeanReader:
             self._store.kept_flats(),
             weights,
             lambda: self._warn_not_finite(used, averaged),
+            self._store.check_read,
             last or {},
         )
 
@@ -137,9 +143,9 @@ class MeanReader:
         total = self._sums.setdefault(i, SlidingSum(self._k))
         flats = [self._store.flats(snapshot)[i] for snapshot in self._store.snapshots]
         evicted = self._store.evicted
-        leaving = self._store.flats(evicted)[i] if evicted is not None else None
         if total.ids != ids:
-            if total.can_slide(ids, leaving is not None):
+            if total.can_slide(ids, evicted is not None):
+                leaving = self._store.flats(evicted)[i] if evicted is not None else None
                 total.slide(ids, flats, leaving)
             else:
                 total.rebuild(ids, flats)
@@ -170,8 +176,8 @@ class TensorMeans:
     """Makes single tensors of an average, with the same bits as in the whole of it.
 
     `snapshots` has the flat buffers of each snapshot, oldest first, `newest` those of the kept
-    tensors. `not_finite` is called if a mean is not finite. `last` has what one weight more than
-    there are snapshots is the weight of.
+    tensors. `not_finite` is called if a mean is not finite, and `check` after every mean. `last`
+    has what one weight more than there are snapshots is the weight of.
     """
 
     def __init__(
@@ -182,9 +188,11 @@ class TensorMeans:
         newest: Sequence[Tensor],
         weights: Weights,
         not_finite: Callable[[], None],
+        check: Callable[[], None],
         last: Mapping[str, Tensor],
     ) -> None:
         self._weights, self._not_finite, self._last = weights, not_finite, last
+        self._check = check
         self._averaged = _buffers_by_name(
             averaged, [list(flats) for flats in zip(*snapshots, strict=True)]
         )
@@ -230,6 +238,7 @@ class TensorMeans:
         if home.type == "cuda":
             # Host buffers that were streamed from may be overwritten by the next snapshot.
             torch.cuda.current_stream(home).synchronize()
+        self._check()
         if not all(bool(f) for f in finite):
             self._not_finite()
         return out

@@ -131,7 +131,24 @@ def test_nan_is_spoken_of(run: Path, lawa: Lawa) -> None:
               run / "step_300.safetensors")  # fmt: skip
     code, _, complained = lawa("average", "run", "--last", 3, "-o", "m.safetensors")
     assert code == 0
-    assert "the mean of 'w' contains NaN or Inf" in complained
+    assert "the mean of 'w' contains NaN or Inf: a checkpoint does." in complained
+
+
+@pytest.mark.parametrize("kernels", ["", "numpy"])
+def test_a_sum_that_overflows_is_spoken_of(
+    run: Path, lawa: Lawa, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAWA_KERNELS", kernels)
+    for step in (700, 800, 900):
+        save_file({"w": torch.full((4,), 1.7e308, dtype=torch.float64), "v": torch.ones(2)},
+                  run / f"step_{step}.safetensors")  # fmt: skip
+    files = [run / f"step_{step}.safetensors" for step in (700, 800, 900)]
+    code, _, complaint = lawa("average", *files, "-o", "m.safetensors")
+    assert code == 0
+    assert "the mean of 'w' contains NaN or Inf: the sum" in complaint
+    assert "a checkpoint does" not in complaint
+    code, shown, _ = lawa("average", *files, "-o", "n.safetensors", "--json")
+    assert json.loads(shown)["overflowed"] == ["w"]
 
 
 # A tensor of one number, as people return them.
@@ -147,6 +164,7 @@ def test_values_too_large_for_the_dtype_are_spoken_of(run: Path, lawa: Lawa) -> 
     assert code == 0
     assert "mean of 'w' contains NaN or Inf" in complaint
     assert "too large for F16" in complaint
+    assert "a checkpoint does" not in complaint
     assert load_file("m.safetensors")["w"].isinf().all()
     code, _, complaint = lawa("average", *files, "-o", "b.safetensors", "--dtype", "bfloat16")
     assert (code, "NaN" in complaint) == (0, False)

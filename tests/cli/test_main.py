@@ -123,7 +123,7 @@ def test_ctrl_c_is_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
 def test_an_earlier_demo_is_not_replaced_unasked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "demo.json").write_text("{}")
+    (tmp_path / "demo.json").write_text('{"command": "lawa demo", "seeds": [0]}')
     assert exit_code(["demo", "-o", str(tmp_path)]) == 1
     assert "--overwrite" in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["demo.json"]

@@ -299,3 +299,41 @@ def test_two_processes_train_as_one() -> None:
         # The masks of the two halves are drawn apart, so only about the same.
         assert b["valid_loss"] == pytest.approx(a["valid_loss"], rel=0.1)
     assert two[-1]["train_loss"] < two[0]["train_loss"]
+
+
+FOREIGN = ("checkpoint/sub/x", "checkpoint.pt", "trajectory/step-best.safetensors", "config.json")
+
+
+def test_a_folder_of_another_program_is_not_overwritten(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in FOREIGN:
+        path = Path("mine", name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"model_type": "llama"}')
+    assert lawa(*DIGITS, "-o", "mine", "--overwrite") == 1
+    assert "something else" in capsys.readouterr().err
+    assert {Path("mine", name).read_text() for name in FOREIGN} == {'{"model_type": "llama"}'}
+    assert len([path for path in Path("mine").rglob("*") if path.is_file()]) == len(FOREIGN)
+
+
+def test_overwrite_removes_only_files_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    short = [*DIGITS, "-o", "run", "--save-trajectory"]
+    assert lawa(*short) == 0
+    theirs = [Path("run/trajectory", f"step-{name}.safetensors") for name in ("best", "9-mine")]
+    for path in (*theirs, Path("run/notes.txt")):
+        path.write_text("precious")
+    stale = Path("run/trajectory/step-00009999-epoch-7.safetensors")
+    stale.write_text("of the older run")
+    shards = Path("run/checkpoint")
+    shards.mkdir()
+    for name in (".metadata", "__0_0.distcp", "notes.txt"):
+        (shards / name).write_text("shard")
+    assert lawa(*short, "--overwrite") == 1
+    assert "notes.txt" in capsys.readouterr().err
+    assert stale.exists()
+    (shards / "notes.txt").unlink()
+    assert lawa(*short, "--overwrite") == 0
+    assert not stale.exists()
+    assert not shards.exists()
+    assert {path.read_text() for path in (*theirs, Path("run/notes.txt"))} == {"precious"}

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from support.programs import LAWA, Program
+from support.training import smoke_plan
 
 from lawa_lab.recipes.catalog.digits import DigitsConfig
+from lawa_lab.recipes.run_folder import RunFolder
 from lawa_lab.recipes.tasks.digits import build_model, evaluate, load_data
 from lawa_lab.report import frontier_words
 from lawa_lab.report.frontier import Frontier
@@ -47,11 +49,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def again(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A shorter demo with the same seeds, over an earlier one and files of somebody else."""
     output = tmp_path_factory.mktemp("again")
-    (output / "demo.json").write_text("{}")
+    (output / "demo.json").write_text('{"command": "lawa demo", "seeds": [4, 9]}')
     for name in ("seed-4/constant", "seed-9/constant", "seed-9/epochs-6"):
-        (output / name).mkdir(parents=True)
+        RunFolder(output / name).write_plan(smoke_plan("digits"), {})
         (output / name / METRICS).write_text("old\n")
     (output / "seed-9" / "notes.txt").write_text("mine")
+    (output / "seed-9" / "mine").mkdir()
+    (output / "seed-9" / "mine" / METRICS).write_text("of another program\n")
     return output, demo(output, "--overwrite", "--json", epochs=1)
 
 
@@ -156,7 +160,8 @@ def test_json_is_alone_on_stdout(again: Run) -> None:
 def test_overwrite_replaces_the_runs_and_leaves_other_files_alone(again: Run) -> None:
     output, _ = again
     assert sorted(p.name for p in output.iterdir()) == [*FILES, "seed-9"]
-    assert [p.name for p in (output / "seed-9").iterdir()] == ["notes.txt"]
+    assert sorted(p.name for p in (output / "seed-9").iterdir()) == ["mine", "notes.txt"]
+    assert (output / "seed-9" / "mine" / METRICS).exists()
     assert len(read_metrics(output / "seed-4" / "constant" / METRICS)) == 3
 
 

@@ -37,7 +37,7 @@ from transformers import (
 )
 
 from torch_lawa import DiskStore, Exponential, average_checkpoints
-from torch_lawa.errors import ConfigError
+from torch_lawa.errors import ConfigError, OutputError
 from torch_lawa.integrations.transformers import (
     LatestWeightAveragingCallback,
     LatestWeightAveragingTrainer,
@@ -586,3 +586,19 @@ def test_only_the_model_is_saved_where_that_is_asked_for(tmp_path: Path) -> None
     trainer(tmp_path, averaging(k=2), save_only_model=True).train()
     assert (tmp_path / "checkpoint-12" / MODEL / "model.safetensors").exists()
     assert not (tmp_path / "checkpoint-12" / WINDOW).exists()
+
+
+def test_a_folder_that_the_average_cannot_have_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "averaged").write_text("mine")
+    steps = Recorder()
+    made = trainer(tmp_path, averaging(k=3), steps)
+    with pytest.raises(OutputError, match="is not a folder"):
+        made.train()
+    assert made.state.global_step == 0
+    (tmp_path / "averaged").unlink()
+    (tmp_path / MODEL / "runs").mkdir(parents=True)
+    monkeypatch.setattr(LatestWeightAveragingTrainer, "_exports", lambda _: True)
+    with pytest.raises(OutputError, match="contains the folder runs"):
+        trainer(tmp_path, averaging(k=3)).train()

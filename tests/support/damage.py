@@ -1,6 +1,7 @@
 """Damaged files: documents with values that do not belong there, and damaged bytes."""
 
 import copy
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -8,10 +9,11 @@ from typing import Any
 
 JUNK: tuple[Any, ...] = (
     None, True, -2, 0.5, 1e308, 10**30, "", "..", "/", "../victim", "a/b", "\0", "x" * 300,
-    [], [[]], {}, {"x": "/"}, [None],
+    "\ud800", [], [[]], {}, {"x": "/"}, [None],
 )  # fmt: skip
 
 
+_NAMES = [junk for junk in JUNK if isinstance(junk, str)]
 _LARGE = [b"\xff" * 8, (2**62).to_bytes(8, "little"), b"9" * 40, b"\x00" * 16, b'"' * 3, b"[" * 300]
 
 
@@ -41,14 +43,17 @@ def damaged_bytes(data: bytes, chance: random.Random) -> bytes:
 
 
 def damaged_value(found: Any, chance: random.Random) -> Any:
-    """A copy of nested dicts and lists in which one value is junk, or missing."""
+    """A copy of nested dicts and lists in which one value is junk, missing or renamed."""
     changed = copy.deepcopy(found)
     *where, last = chance.choice(list(_places(changed)))
     inside = changed
     for key in where:
         inside = inside[key]
-    if chance.random() < 0.15:
+    kind = chance.random()
+    if kind < 0.15:
         del inside[last]
+    elif kind < 0.25 and isinstance(last, str):
+        inside[chance.choice(_NAMES)] = inside.pop(last)
     else:
         inside[last] = chance.choice(JUNK)
     return changed
@@ -69,6 +74,8 @@ def damaged_documents(text: str) -> Iterator[str]:
                 value = inside.pop(last)
                 if junk == "renamed":
                     inside["../victim"] = value
+                    yield json.dumps(changed)
+                    inside["\ud800"] = inside.pop("../victim")
             elif junk == "removed":
                 del inside[last]
             else:
@@ -85,3 +92,23 @@ def _places(found: Any) -> Iterator[tuple[Any, ...]]:
         if isinstance(found[key], dict | list):
             for rest in _places(found[key]):
                 yield (key, *rest)
+
+
+def tuples_of_one_hash(num: int) -> list[tuple[int, int]]:
+    """CPython mixes the parts of a tuple by steps that can be undone."""
+    first, second, last = 11400714785074694791, 14029467366897019727, 2870177450012600261
+    mask, undo = (1 << 64) - 1, pow(14029467366897019727, -1, 1 << 64)
+
+    def step(state: int, part: int) -> int:
+        state = (state + part * second) & mask
+        return ((state << 31 | state >> 33) & mask) * first & mask
+
+    goal = (step(last, 1) + second) & mask  # before the second part is rotated in
+    found = []
+    for a in itertools.count(1):
+        b = (goal - step(last, a)) * undo & mask
+        if b < (1 << 61) - 1:
+            found.append((a, b))
+        if len(found) == num:
+            return found
+    raise AssertionError

@@ -129,7 +129,7 @@ class Watch:
 
     def close(self) -> None:
         """As when its process ends."""
-        self._watcher.__exit__()
+        self._watcher.__exit__(None, None, None)
 
     def __enter__(self) -> "Watch":
         return self

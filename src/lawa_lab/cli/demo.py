@@ -196,8 +196,9 @@ def _draw(runs: "Sequence[Run]", report: "Report", output: Path) -> str | None:
 
 def _check(output: Path, overwrite: bool) -> None:
     """Refuse a folder that holds something else, or an earlier demo that may not be replaced."""
-    there = [p.name for p in (output / f"{_FIGURE}.png", *output.glob(_RUNS)) if p.exists()]
-    if (output / _CONFIG).exists():
+    files = (output / _CONFIG, output / f"{_FIGURE}.png")
+    there = [p.name for p in (*files, *output.glob(_RUNS)) if p.exists()]
+    if _is_demo(output / _CONFIG):
         if not overwrite:
             raise LawaError(
                 f"{output} already holds a demo. Pass --overwrite to replace it, or choose another "
@@ -208,6 +209,14 @@ def _check(output: Path, overwrite: bool) -> None:
             f"{output} holds {', '.join(sorted(there))}, which `lawa demo` did not write and does "
             "not replace. Choose another folder with -o."
         )
+
+
+def _is_demo(config: Path) -> bool:
+    try:
+        found = json.loads(config.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and found.keys() == {"command", "seeds"}
 
 
 def _clear(output: Path) -> None:

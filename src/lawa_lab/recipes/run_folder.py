@@ -27,6 +27,9 @@ from torch_lawa.validation import DAMAGE
 __all__ = ["RunFolder", "RunPlan"]
 
 _FORMAT = 1
+_FIELDS = {"recipe", "run", "seed", "data", "smoke", "hyperparameters"}
+_SNAPSHOT = re.compile(r"step-([0-9]{8,18})(-epoch-[0-9e+]+)?\.safetensors")
+_SHARD = re.compile(r"(\.metadata|__[0-9]+_[0-9]+\.distcp)(\.tmp)?")
 
 IfUsed: TypeAlias = Literal["resume", "overwrite", "refuse"]
 
@@ -97,18 +100,29 @@ class RunFolder:
         self.trajectory = path / "trajectory"
 
     @property
+    def is_run(self) -> bool:
+        """Whether `config.json` is that of a run, of this version or another one."""
+        try:
+            found = json.loads(self.config.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return False
+        return isinstance(found, dict) and found.keys() >= _FIELDS
+
+    @property
     def used(self) -> bool:
         """Whether the folder contains a run."""
-        there = (self.config, self.metrics, self.checkpoint, self.shards)
-        return any(path.exists() for path in there)
+        return self._found() is not None
 
     def clear(self) -> None:
-        """Remove the run's files; other files are kept."""
+        """Remove the run's files, if this is a run; other files are kept."""
+        if not self.is_run:
+            return
         for path in (self.metrics, self.checkpoint, self.averaged):
             path.unlink(missing_ok=True)
-        remove(self.shards)
-        remove(self.unfinished)
-        for path in self.trajectory.glob("step-*.safetensors"):
+        for folder in (self.shards, self.unfinished):
+            if not _others(folder):
+                remove(folder)
+        for path, _ in self._snapshots():
             path.unlink()
         self.config.unlink(missing_ok=True)
 
@@ -136,11 +150,22 @@ class RunFolder:
                 f"{self.path} already contains a run: pass --resume to continue it, --overwrite to "
                 "replace it, or choose another folder with -o."
             )
-        elif not self.config.exists():
+        elif not self.is_run:
             raise LawaError(
-                f"{self.path} contains metrics of something else, which are not overwritten: "
-                "choose another folder with -o."
+                f"{self.path} contains files of something else ({self._found()}), which are not "
+                "overwritten: choose another folder with -o."
             )
+        for folder in (self.shards, self.unfinished):
+            if others := _others(folder):
+                raise LawaError(
+                    f"{folder} contains {others[0]}, which `lawa train` did not write and would "
+                    "remove: move it, or choose another folder with -o."
+                )
+
+    def _found(self) -> str | None:
+        """A file of a run, ours or not; None if there is none."""
+        there = (self.config, self.metrics, self.checkpoint, self.shards)
+        return next((path.name for path in there if path.exists()), None)
 
     def recover(self) -> None:
         """Clean up after a killed process, before a checkpoint is loaded."""
@@ -237,10 +262,21 @@ class RunFolder:
         save_tensors(self.trajectory / f"step-{step:08d}{at}.safetensors", tensors, notes)
 
     def _cut_trajectory(self, step: int) -> None:
-        for path in self.trajectory.glob("step-*.safetensors"):
-            found = re.match(r"step-(\d{1,18})(-|$)", path.stem)
-            if found is not None and int(found[1]) > step:
+        for path, at in self._snapshots():
+            if at > step:
                 path.unlink()
+
+    def _snapshots(self) -> list[tuple[Path, int]]:
+        """The files that `save_snapshot` wrote, and their steps."""
+        found = [(path, _SNAPSHOT.fullmatch(path.name)) for path in self.trajectory.glob("step-*")]
+        return [(path, int(match[1])) for path, match in found if match]
+
+
+def _others(folder: Path) -> list[str]:
+    """What `torch.distributed.checkpoint` did not write into the folder of a checkpoint."""
+    if folder.is_symlink() or not folder.is_dir():
+        return []
+    return sorted(p.name for p in folder.iterdir() if not _SHARD.fullmatch(p.name) or p.is_dir())
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -167,16 +167,15 @@ def _print(plan: "AveragePlan", result: "Result") -> None:
 
 
 def _not_finite(plan: "AveragePlan", result: "Result") -> str:
-    """Which tensors contain NaN or Inf, and why that may be."""
+    """Which tensors contain NaN or Inf, and why that is."""
     more = len(result.not_finite) - 1
     others = f" and {more} other tensors" if more else ""
-    narrowed = {
-        t.target.dtype
-        for t in plan.tensors
-        if t.name in result.not_finite and t.source.dtype != t.target.dtype
-    }
-    too_large = f", or values are too large for {', '.join(sorted(narrowed))}" if narrowed else ""
-    return (
-        f"the mean of {result.not_finite[0]!r}{others} contains NaN or Inf: a checkpoint does"
-        f"{too_large}."
-    )
+    overflowed = [t for t in plan.tensors if t.name in result.overflowed]
+    narrow = {t.target.dtype for t in overflowed if t.source.dtype != t.target.dtype}
+    causes = ["a checkpoint does"] if len(overflowed) < len(result.not_finite) else []
+    if narrow:
+        causes.append(f"values are too large for {', '.join(sorted(narrow))}")
+    if any(t.source.dtype == t.target.dtype for t in overflowed):
+        causes.append("the sum of the values of all checkpoints overflows")
+    why = ", and ".join(causes)
+    return f"the mean of {result.not_finite[0]!r}{others} contains NaN or Inf: {why}."

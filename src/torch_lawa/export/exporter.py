@@ -59,6 +59,7 @@ def export_average(
             if writer is not None:
                 writer.write(tensor, whole)
             del whole  # before the next one is allocated
+        window.store.check_read()
         if writer is not None:
             writer.finish()
         ranks.exchange("the end of writing")

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torch_lawa.checkpoints.formats.registry import is_checkpoint_file
+from torch_lawa.checkpoints.formats.registry import checkpoint_parts
 from torch_lawa.checkpoints.formats.safetensors_folder import FolderSink, lay_file, write_index
 from torch_lawa.checkpoints.replacement import require_replaceable
 from torch_lawa.checkpoints.storage.atomic import (
@@ -84,7 +84,7 @@ class FolderWriter:
                 self._aside,
                 self._target,
                 overwrite=self._overwrite,
-                is_outdated=is_checkpoint_file,
+                is_outdated=checkpoint_parts(LocalPath(self._target)),
             )
 
     def __exit__(self, *_: object) -> None:

@@ -117,6 +117,8 @@ class AveragedTrainerMixin:
             self.checkpointer.states["averager"] = self.averager
         if config.validator.enable:
             self.validator = _AveragedValidator(self)
+        if options.export != "none":  # now, not after training
+            self._check_export(to_hf=options.export == "hf")
         if shortfall := self._cadence.shortfall(config.training.steps, self.averager):
             logger.warning(f"No average will be made: {shortfall[1]}.")
 
@@ -145,12 +147,8 @@ class AveragedTrainerMixin:
         the model's state dict, mapped by its state dict adapter for Hugging Face. It needs
         `checkpoint.enable`.
         """
+        self._check_export(to_hf=to_hf)
         manager = self.checkpointer
-        if not manager.enable or (to_hf and manager.sd_adapter is None):
-            raise ConfigError(
-                "the average is written by torchtitan's checkpoint manager: set checkpoint.enable, "
-                "and export to Hugging Face only a model that has a state dict adapter."
-            )
         with self.swapped():
             state = {
                 name: tensor.to(manager.export_dtype) if tensor.is_floating_point() else tensor
@@ -158,6 +156,13 @@ class AveragedTrainerMixin:
             }
             manager.dcp_save(state, folder, AsyncMode.DISABLED, to_hf=to_hf)
         logger.info(f"Saved the average of {self.describe_average()} to {folder}.")
+
+    def _check_export(self, *, to_hf: bool) -> None:
+        if not self.checkpointer.enable or (to_hf and self.checkpointer.sd_adapter is None):
+            raise ConfigError(
+                "the average is written by torchtitan's checkpoint manager: set checkpoint.enable, "
+                "and export to Hugging Face only a model that has a state dict adapter."
+            )
 
     def swapped(self) -> AbstractContextManager[None]:
         """A `with` block in which the model holds the average."""

@@ -5,7 +5,7 @@ The steps are functions of their own: `multi_process.py` builds the same run fro
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -54,12 +54,17 @@ class Result:
     bytes_written: int
     engine_seconds: float  # reading, averaging and writing, without start-up and flushing
     seconds: float
-    # Tensors whose mean holds NaN or Inf: an input does, or the result's dtype is too narrow.
-    not_finite: tuple[str, ...]
+    not_finite: tuple[str, ...]  # tensors whose mean contains NaN or Inf
+    # Those of them that are finite in every input: the sum, or the result's dtype, overflowed.
+    overflowed: tuple[str, ...]
 
     @classmethod
     def of(
-        cls, plan: AveragePlan, started: float, engine_seconds: float, not_finite: Iterable[str]
+        cls,
+        plan: AveragePlan,
+        started: float,
+        engine_seconds: float,
+        not_finite: Mapping[str, bool],
     ) -> "Result":
         """The result of a plan that was begun when `time.perf_counter` returned `started`."""
         return cls(
@@ -69,6 +74,7 @@ class Result:
             engine_seconds=engine_seconds,
             seconds=time.perf_counter() - started,
             not_finite=tuple(not_finite),
+            overflowed=tuple(name for name, in_input in not_finite.items() if not in_input),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -80,6 +86,7 @@ class Result:
             "engine_seconds": self.engine_seconds,
             "seconds": self.seconds,
             "not_finite": list(self.not_finite),
+            "overflowed": list(self.overflowed),
         }
 
 

@@ -133,10 +133,10 @@ def run(
     threads: int,
     meter: Meter,
     length: int | None = None,
-) -> list[str]:
+) -> dict[str, bool]:
     """Average `spans` of the checkpoints, oldest first, into `sink`.
 
-    Returns the names of tensors whose mean contains NaN or Inf.
+    Returns the names of tensors whose mean contains NaN or Inf, and whether a checkpoint does.
     """
     local = all(c.location.local for c in checkpoints)
     if not local and length is None:
@@ -144,7 +144,10 @@ def run(
     used, used_weights = drop_zeros(checkpoints, weights)
     newest = checkpoints[-1]
     alone = Uniform().weights(1)
-    not_finite: set[str] = set()
+    not_finite: dict[str, bool] = {}
+
+    def sources_of(tensor: PlannedTensor) -> tuple[Sequence[Checkpoint], Weights]:
+        return (used, used_weights) if tensor.rule == "average" else ([newest], alone)
 
     def average(piece: Pieces, tensor: PlannedTensor, read: Callable[[Checkpoint], Bytes]) -> Bytes:
         """The mean, or the newest, of bytes of `tensor`, or of several like it."""
@@ -153,7 +156,7 @@ def run(
             piece.finite = True
             # A copy: the system cannot write from a mapping that has lost its file.
             return read(newest).copy()
-        sources, how = (used, used_weights) if tensor.rule == "average" else ([newest], alone)
+        sources, how = sources_of(tensor)
         raws = map(read, sources)
         # Remote pieces one after the other, so that only one is in memory.
         made = piece.mean(list(raws) if local else raws, how, code, target)
@@ -165,9 +168,15 @@ def run(
         tensor, first, last = span
         width = value_width(tensor.source.dtype)
         begin, end = first * width, last * width
-        made = average(piece, tensor, lambda c: read_piece(c, tensor.name, begin, end))
-        if not piece.finite:
-            not_finite.add(tensor.name)
+
+        def read(checkpoint: Checkpoint) -> Bytes:
+            return read_piece(checkpoint, tensor.name, begin, end)
+
+        made = average(piece, tensor, read)
+        if not piece.finite and not not_finite.get(tensor.name):
+            sources, _ = sources_of(tensor)
+            found = any(not all_finite(read(c), tensor.source.dtype) for c in sources)
+            not_finite[tensor.name] = found or not_finite.get(tensor.name, False)
         sink.write(tensor.name, first * value_width(tensor.target.dtype), made)
 
     def average_small(piece: Pieces, spans: Sequence[Span]) -> None:
@@ -193,7 +202,7 @@ def run(
     # From a server, one request per tensor, all at the same time.
     todo = batched(cut) if local and length is None else ([span] for span in cut)
     in_threads(threads, todo, work, meter)
-    return sorted(not_finite)
+    return dict(sorted(not_finite.items()))
 
 
 def _bytes_read(span: Span, num_averaged: int) -> int:

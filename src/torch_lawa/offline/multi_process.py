@@ -99,12 +99,13 @@ def average_as_rank_0(
             spans = task.spans(0)
             found = run(opened, plan.weights, spans, sink, threads=threads, meter=meter)
             sink.flush()
-            not_finite = ranks.exchange(_VALUES, found)
+            reports = ranks.exchange(_VALUES, found)
             engine_seconds = time.perf_counter() - before
         with contextlib.suppress(RankError, OutputError):  # too late for a rank to fail
             ranks.exchange(_PUBLISHED)
-    names = sorted({name for found in not_finite for name in found})
-    return Result.of(plan, started, engine_seconds, names)
+    names = sorted({name for report in reports for name in report})
+    not_finite = {name: any(report.get(name) for report in reports) for name in names}
+    return Result.of(plan, started, engine_seconds, not_finite)
 
 
 def average_as_other_rank(

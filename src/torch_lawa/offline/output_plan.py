@@ -17,6 +17,7 @@ from torch_lawa.checkpoints.formats.registry import (
     format_of_layout,
     output_layouts,
 )
+from torch_lawa.checkpoints.formats.safetensors import require_name
 from torch_lawa.checkpoints.formats.safetensors_folder import (
     DEFAULT_SHARD,
     group_by_size,
@@ -24,8 +25,9 @@ from torch_lawa.checkpoints.formats.safetensors_folder import (
     widest_first,
 )
 from torch_lawa.checkpoints.replacement import require_replaceable
+from torch_lawa.checkpoints.storage.atomic import require_short_name
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location, RemoteURL
-from torch_lawa.errors import ConfigError, OutputError
+from torch_lawa.errors import ConfigError, FormatError, OutputError
 from torch_lawa.offline.matching import PlannedTensor
 from torch_lawa.offline.options import AverageOptions
 from torch_lawa.offline.side_files import side_files
@@ -131,6 +133,8 @@ def plan_output(
             f"{location}: --key {options.key}: {unique[0]!r} of {newest.location} can only be "
             f"written with --layout {newest.layout}. Leave out --key to average the weights."
         )
+    for tensor in tensors:
+        _require_name(tensor)
     converted = found.writer.convert is not None
     if converted and not location.local:
         raise ConfigError(
@@ -151,6 +155,14 @@ def plan_output(
         overwrite=overwrite,
         newest=newest.location,
     )
+
+
+def _require_name(tensor: PlannedTensor) -> None:
+    """Every output is a safetensors file first, and most stay one."""
+    try:
+        require_name(tensor.written)
+    except FormatError as error:
+        raise ConfigError(f"{error} (--exclude {tensor.name!r})") from None
 
 
 def _copied(newest: Checkpoint, writer: FormatWriter) -> list[Location]:
@@ -239,7 +251,8 @@ def _refuse_clashes(
 
 
 def _refuse_odd(location: LocalPath) -> None:
-    """Refuse what `--overwrite` must not replace, such as /dev/null, and parents that are files."""
+    """Refuse names that are too long, what must not be replaced, and parents that are files."""
+    require_short_name(location.path)
     if os.path.lexists(location.path) and not location.exists():
         raise OutputError(
             f"{location}: this is neither a file nor a folder (a device, or a broken link). Write "
@@ -252,6 +265,7 @@ def _refuse_odd(location: LocalPath) -> None:
 
 def _overlap(a: Location, b: Location) -> bool:
     """Whether one is the other, contains it or is inside it, however they are written."""
+    a, b = (p.stored_at if isinstance(p, RemoteURL) else p for p in (a, b))
     if isinstance(a, LocalPath) and isinstance(b, LocalPath):
         one, other = _entries(a.path.resolve()), _entries(b.path.resolve())
         return one[0] in other or other[0] in one

@@ -15,7 +15,7 @@ from torch_lawa.checkpoints.find.step_names import few
 from torch_lawa.checkpoints.formats.base import Checkpoint
 from torch_lawa.checkpoints.formats.huggingface import read_json
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
-from torch_lawa.checkpoints.storage.paths import Location, parse_location
+from torch_lawa.checkpoints.storage.paths import Location, parse_output
 from torch_lawa.coefficients import Explicit, Uniform, Weights, name_coefficients, weights_at
 from torch_lawa.errors import ConfigError, LayoutError
 from torch_lawa.garbage import paused_garbage_collection
@@ -187,7 +187,7 @@ def plan_average(
     selection: dict[str, Any] = {"last": last, "horizon": horizon, "at": at}
     selection |= {"start": start, "stop": stop, "every": every}
     _check_best(best, metric, last=last, horizon=horizon, mode=mode, metrics=metrics)
-    chosen, location = select(found, **selection), parse_location(output)
+    chosen, location = select(found, **selection), parse_output(output)
     # `at` says where a window ends, and not how long it is.
     if found.is_run and best is last is horizon is start is stop is every is None:
         num, labels = len(chosen.found), [each.label for each in chosen.found]

@@ -24,7 +24,7 @@ from torch_lawa.checkpoints.find.step_names import few
 from torch_lawa.checkpoints.formats.base import Checkpoint, TensorSpec
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.storage.atomic import recover_all, staging
-from torch_lawa.checkpoints.storage.paths import LocalPath, Location, parse_location
+from torch_lawa.checkpoints.storage.paths import LocalPath, Location, parse_output
 from torch_lawa.coefficients import Uniform, Weights, name_coefficients, weights_at
 from torch_lawa.errors import ConfigError, FormatError, OutputError
 from torch_lawa.mean.kernels import PIECE, Bytes, Pieces, make_pieces
@@ -267,7 +267,7 @@ def run_sweep(
     check_threads(threads)
     if evaluator is None and output is None:
         raise ConfigError("a sweep needs an evaluator, an output folder, or both.")
-    if evaluator is not None and output is not None and not parse_location(output).local:
+    if evaluator is not None and output is not None and not parse_output(output).local:
         raise ConfigError(
             f"{output}: results to evaluate must be local files. Write them to a path, or sweep "
             "twice: once with the evaluator and once for the URL."
@@ -283,7 +283,7 @@ def run_sweep(
             base = Path(scratch or tempfile.gettempdir(), "lawa-sweep")
             folder: Location = LocalPath(stack.enter_context(staging(base, mode=0o700)))
         else:
-            folder = parse_location(output)
+            folder = parse_output(output)
             if isinstance(folder, LocalPath):
                 recover_all(folder.path)  # also of windows that are not asked for again
         locations = {w: folder.child(f"{w.name}.safetensors") for w in todo}

@@ -352,6 +352,14 @@ class Store(ABC):
     def kept_flats(self) -> list[Tensor]:
         """The flat buffers of the kept tensors, from the newest snapshot."""
 
+    def shared_flats(self, snapshot: Snapshot) -> tuple[list[Tensor], list[Tensor]]:
+        """The flat buffers of a snapshot and of the kept tensors, for use after `check_read`."""
+        return self.flats(snapshot), self.kept_flats()
+
+    def check_read(self) -> None:
+        """Raise if what was read from `flats` or `kept_flats` may be wrong."""
+        return  # memory does not change by itself
+
     @abstractmethod
     def wait(self) -> None:
         """Return when every snapshot has reached the store."""

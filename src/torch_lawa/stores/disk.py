@@ -16,9 +16,15 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_lawa.checkpoints.formats.safetensors import Header, read_header
-from torch_lawa.checkpoints.formats.safetensors_torch import map_flat, spec_of, write_flat
-from torch_lawa.checkpoints.storage.atomic import TEMPORARY, replacing
+from torch_lawa.checkpoints.formats.safetensors import Header, read_header, require_name
+from torch_lawa.checkpoints.formats.safetensors_torch import (
+    map_privately,
+    spec_of,
+    view_flat,
+    write_flat,
+)
+from torch_lawa.checkpoints.storage.atomic import replacing, target_of
+from torch_lawa.checkpoints.storage.byte_sources import GuardedSource, open_guarded
 from torch_lawa.checkpoints.storage.folder_lock import FolderLock
 from torch_lawa.errors import StoreError
 from torch_lawa.ranks.agreement import rank_and_size
@@ -31,14 +37,19 @@ from torch_lawa.stores.base import (
     Snapshot,
     Store,
 )
-from torch_lawa.stores.disk_manifest import MANIFEST, Manifest, ManifestRow, entries
+from torch_lawa.stores.disk_manifest import (
+    MANIFEST,
+    Manifest,
+    ManifestRow,
+    entries,
+    is_snapshot_file,
+    snapshot_files,
+)
 from torch_lawa.stores.disk_ranks import SPARE, RankContents, Ranks, agree
 from torch_lawa.stores.disk_writer import Job, WriterThread
 from torch_lawa.stores.memory import Stage, idle_memory
 
 __all__ = ["DiskStore"]
-
-_SUFFIX = ".safetensors"
 
 _BUSY = (
     "another averager, in this process or another one, is using this snapshot folder. Give each "
@@ -51,6 +62,8 @@ class _Staging:
     """Host memory for one file, from which it is written."""
 
     def __init__(self, layout: FlatLayout) -> None:
+        for name, _, _ in entries(layout):
+            require_name(name)
         self.layout, self.stage = layout, Stage(layout)
         self._buffers: list[Buffer] | None = None
 
@@ -66,6 +79,15 @@ class _Staging:
         self.stage.wait()
         labels = {"index": str(snapshot.index), "step": str(snapshot.step)}
         write_flat(path, entries(self.layout), [buffer.flat for buffer in self._buffers], labels)
+
+
+@dataclass(frozen=True)
+class _MappedFile:
+    """The groups of a file, memory-mapped; guarded if there is a source."""
+
+    flats: list[Tensor]
+    size: int
+    source: GuardedSource | None
 
 
 @dataclass(frozen=True)
@@ -123,7 +145,7 @@ class DiskStore(Store):
         self._writer = WriterThread()
         self._files = _OnDisk()
         self._serial = 0  # of the newest file; never used twice
-        self._maps: dict[str, list[Tensor]] = {}
+        self._maps: dict[str, _MappedFile] = {}
         self._lock: FolderLock | None = None
 
     @property
@@ -279,7 +301,7 @@ class DiskStore(Store):
                     self._write_now(row.kept_file, layout, own, snapshot)
         except BaseException as error:
             self._remove(
-                name for serial in range(first, self._serial + 1) for name in _names(serial)
+                name for serial in range(first, self._serial + 1) for name in snapshot_files(serial)
             )
             if isinstance(error, OSError):
                 raise self._not_written(error) from error
@@ -305,6 +327,24 @@ class DiskStore(Store):
         kept_file = self._files.row(self._files.snapshots[-1]).kept_file
         assert kept_file is not None
         return self._mapped(kept_file, self._files.kept)
+
+    def shared_flats(self, snapshot: Snapshot) -> tuple[list[Tensor], list[Tensor]]:
+        """Not guarded: whoever reads zeros of a file that was truncated would not notice."""
+        self.wait()
+        now = self._files
+        newest = now.row(now.snapshots[-1])
+        assert newest.kept_file is not None
+        parts = ((now.row(snapshot).file, now.averaged), (newest.kept_file, now.kept))
+        averaged, kept = (
+            _flats(map_privately(self.folder / name), self._verify(name, layout), layout)
+            for name, layout in parts
+        )
+        return averaged, kept
+
+    def check_read(self) -> None:
+        """Raise if a file that is mapped was truncated."""
+        for name in list(self._maps):
+            self._require_whole(name)
 
     def wait(self) -> None:
         """Return when the last snapshot is on disk; raise if it could not be written."""
@@ -399,7 +439,7 @@ class DiskStore(Store):
 
     def _new_row(self, snapshot: Snapshot, run: int, kept: FlatLayout, notes: Notes) -> ManifestRow:
         self._serial += 1
-        return ManifestRow(snapshot, run, *_names(self._serial), kept, notes)
+        return ManifestRow(snapshot, run, *snapshot_files(self._serial), kept, notes)
 
     def _write_now(
         self, name: str, layout: FlatLayout, tensors: Mapping[str, Tensor], snapshot: Snapshot
@@ -430,14 +470,31 @@ class DiskStore(Store):
         )
 
     def _mapped(self, name: str, layout: FlatLayout) -> list[Tensor]:
-        if name not in self._maps:
-            path, flats, begin = self.folder / name, [], 0
-            header = self._verify(name, layout)
-            for group in layout.groups:
-                flats.append(map_flat(path, header, group.stored, begin, group.numel))
-                begin += group.numel * group.stored.itemsize
-            self._maps[name] = flats
-        return self._maps[name]
+        if name in self._maps:
+            self._require_whole(name)
+        else:
+            header, source = self._verify(name, layout), open_guarded(self.folder / name)
+            buffer = map_privately(self.folder / name) if source is None else source.buffer
+            flats = _flats(buffer, header, layout)
+            self._maps[name] = _MappedFile(flats, header.file_size, source)
+        return self._maps[name].flats
+
+    def _require_whole(self, name: str) -> None:
+        """Refuse a file that has lost bytes since it was mapped. It is mapped again the next time.
+
+        A file that was removed is whole, as long as it is mapped.
+        """
+        mapped = self._maps[name]
+        try:
+            lost = (self.folder / name).stat().st_size != mapped.size
+        except FileNotFoundError:
+            lost = False
+        if lost or (mapped.source is not None and mapped.source.damaged):
+            del self._maps[name]
+            raise StoreError(
+                f"{self.folder / name}: was truncated by another program while it was in use. "
+                "Restore it, or call averager.reset() to begin a new window."
+            )
 
     def _verify(self, name: str, layout: FlatLayout) -> Header:
         path = self.folder / name
@@ -470,12 +527,17 @@ class DiskStore(Store):
         """Remove files that a killed process left half-written, and files outside the window."""
         used = self._files.names() | self._files.surplus
         for path in self.folder.iterdir():
-            ours = path.name.startswith(("window-", "kept-", MANIFEST))
-            stray = path.name.endswith(TEMPORARY) or path.name.endswith(_SUFFIX)
-            if ours and stray and path.name not in used:
+            name, target = path.name, target_of(path.name)
+            half_written = target == MANIFEST or (target is not None and is_snapshot_file(target))
+            stray = half_written or is_snapshot_file(name)
+            if stray and name not in used and not path.is_dir():
                 path.unlink(missing_ok=True)
 
 
-def _names(serial: int) -> tuple[str, str]:
-    """The file of a snapshot, and that of the kept tensors."""
-    return f"window-{serial:08d}{_SUFFIX}", f"kept-{serial:08d}{_SUFFIX}"
+def _flats(buffer: Any, header: Header, layout: FlatLayout) -> list[Tensor]:
+    """The groups of a layout in a mapped file."""
+    flats, begin = [], 0
+    for group in layout.groups:
+        flats.append(view_flat(buffer, header, group.stored, begin, group.numel))
+        begin += group.numel * group.stored.itemsize
+    return flats

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,20 @@ from torch_lawa.checkpoints.storage.state_files import (
 from torch_lawa.errors import StoreError
 from torch_lawa.stores.base import FlatLayout, Notes, Snapshot
 
-__all__ = ["MANIFEST", "Manifest", "ManifestRow", "Mark", "entries"]
+__all__ = [
+    "MANIFEST",
+    "Manifest",
+    "ManifestRow",
+    "Mark",
+    "entries",
+    "is_snapshot_file",
+    "snapshot_files",
+]
 
 MANIFEST = "manifest.json"
 _FORMAT = 2
+_NUMBER = r"([0-9]{8}|[1-9][0-9]{8,18})"  # of a file, as `snapshot_files` writes it
+_WINDOW, _KEPT = (rf"{part}-{_NUMBER}\.safetensors" for part in ("window", "kept"))
 
 
 @dataclass(frozen=True, order=True)
@@ -123,6 +134,24 @@ class Manifest:
             ) from None
 
 
+def snapshot_files(serial: int) -> tuple[str, str]:
+    """The file of a snapshot, and that of the kept tensors.
+
+    >>> snapshot_files(12)
+    ('window-00000012.safetensors', 'kept-00000012.safetensors')
+    """
+    return f"window-{serial:08d}.safetensors", f"kept-{serial:08d}.safetensors"
+
+
+def is_snapshot_file(name: str) -> bool:
+    """Whether a file has a name that `snapshot_files` gives.
+
+    >>> is_snapshot_file("kept-00000012.safetensors"), is_snapshot_file("window-6.safetensors")
+    (True, False)
+    """
+    return re.fullmatch(f"{_WINDOW}|{_KEPT}", name) is not None
+
+
 def entries(layout: FlatLayout) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
     """Name, dtype and shape of each tensor as stored, in the order of the file."""
     return [(e.name, g.stored, tuple(e.shape)) for g in layout.groups for e in g.entries]
@@ -146,6 +175,9 @@ def _parse(row: StateRow) -> Manifest:
     files = [name for r in manifest.rows for name in r.files]
     if indices != sorted(set(indices)) or len(set(files)) < len(files):
         raise ValueError("its snapshots are not in order")
+    numbers = [int(name.partition("-")[2].partition(".")[0]) for name in files]
+    if manifest.serial < max(numbers, default=0):  # the next file would replace one of these
+        raise ValueError(f"serial is {manifest.serial}, but it names file {max(numbers)}")
     return manifest
 
 
@@ -159,7 +191,7 @@ def _row(found: Any, newest_kept: FlatLayout) -> ManifestRow:
     made = ManifestRow(
         Snapshot(row.take("index", a_whole_number()), row.take("step", _an_integer)),
         row.take("run", a_whole_number()),
-        row.take("file", a_text(r"window-[0-9]+\.safetensors")),
+        row.take("file", a_text(_WINDOW)),
         kept_file,
         None if kept_file is None else kept,
         row.take("notes", lambda notes: _notes(notes) if notes != {} else None),
@@ -169,7 +201,7 @@ def _row(found: Any, newest_kept: FlatLayout) -> ManifestRow:
 
 
 def _kept_file(found: Any) -> str | None:
-    return None if found is None else a_text(r"kept-[0-9]+\.safetensors")(found)
+    return None if found is None else a_text(_KEPT)(found)
 
 
 def _notes(found: Any) -> Notes:

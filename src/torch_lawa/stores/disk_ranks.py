@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch_lawa.errors import StoreError
 from torch_lawa.ranks.agreement import all_gather
-from torch_lawa.stores.disk_manifest import MANIFEST, Manifest, Mark
+from torch_lawa.stores.disk_manifest import MANIFEST, Manifest, Mark, is_snapshot_file
 
 __all__ = ["SPARE", "RankContents", "Ranks", "agree"]
 
@@ -125,7 +125,9 @@ def _summary(reports: Sequence[RankContents]) -> str:
 
 
 def _holds_window(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file() and any(folder.glob("window-*.safetensors"))
+    return (folder / MANIFEST).is_file() and any(
+        is_snapshot_file(path.name) for path in folder.iterdir()
+    )
 
 
 def _processes(size: int) -> str:

@@ -128,7 +128,12 @@ def _copy_files(source: Path, target: Path, values: Path, item: OrbaxItem) -> No
         aside = (PROVENANCE_FILE, values.name)
         return [p.name for p in paths if p in arrays or p.name in aside or _leads_out(p, source)]
 
-    shutil.copytree(source, target, ignore=ignored, dirs_exist_ok=True)
+    shutil.copytree(source, target, ignore=ignored, copy_function=_copy_file, dirs_exist_ok=True)
+
+
+def _copy_file(source: str, target: str) -> None:
+    LocalPath(source).copy_to(Path(target))  # unlike shutil, an error if it changes meanwhile
+    shutil.copystat(source, target)
 
 
 def _leads_out(path: Path, folder: Path) -> bool:

@@ -27,11 +27,12 @@ from torch_lawa.mean.dtypes import DTYPES
 if TYPE_CHECKING:
     from torch_lawa.mean.kernels import Bytes
 
-__all__ = ["Header", "SafetensorsFile", "encode_header", "read_header"]
+__all__ = ["Header", "SafetensorsFile", "encode_header", "read_header", "require_name"]
 
 _MAX_HEADER = 100 * 1024 * 1024  # the format's own limit
 _MAX_DIMS, _MAX_SIZE = 1024, 2**63
 _STEP_KEYS = ("step", "global_step")
+_METADATA = "__metadata__"
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +63,11 @@ def encode_header(
     >>> (len(text), starts, size)
     (64, {'w': 64}, 76)
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     offset, begins = 0, {}
     with paused_garbage_collection():
         for name, spec in entries:
+            require_name(name)
             end = offset + spec.nbytes
             header[name] = {
                 "dtype": spec.dtype,
@@ -84,6 +86,25 @@ def encode_header(
         )
     starts = {name: start + begin for name, begin in begins.items()}
     return len(text).to_bytes(8, "little") + text, starts, start + offset
+
+
+def require_name(name: str) -> None:
+    """Refuse a name under which safetensors cannot hold a tensor.
+
+    >>> require_name("__metadata__")
+    Traceback (most recent call last):
+    torch_lawa.errors.FormatError: the tensor '__metadata__' cannot be stored: safetensors...
+    """
+    if name == _METADATA:
+        raise FormatError(
+            f"the tensor {name!r} cannot be stored: safetensors reserves this name. Rename or "
+            "exclude it."
+        )
+    if not name.isascii() and not is_text(name):
+        raise FormatError(
+            f"the tensor {name!r} cannot be stored: its name is not valid Unicode. Rename or "
+            "exclude it."
+        )
 
 
 def read_header(path: Path) -> Header:
@@ -127,7 +148,7 @@ def parse_header(source: ByteSource, location: Location) -> Header:
 def _parse(text: bytes, location: Location) -> Header:
     try:
         raw = _load(text)
-        metadata = {str(k): str(v) for k, v in raw.pop("__metadata__", {}).items()}
+        metadata = {str(k): str(v) for k, v in raw.pop(_METADATA, {}).items()}
         entries = _read_entries(raw)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"{location}: the safetensors header is broken ({error}).") from None
@@ -158,14 +179,14 @@ def _load(text: bytes) -> dict[str, Any]:
 
 def _count_strings(raw: Mapping[str, Any]) -> int:
     """How many strings a valid header has, -1 if it is not; `_read_entries` checks the entries."""
-    metadata = raw.get("__metadata__")
+    metadata = raw.get(_METADATA)
     pairs = {} if metadata is None else metadata
-    num = len(raw) - ("__metadata__" in raw)
+    num = len(raw) - (_METADATA in raw)
     if sum(map(len, raw.values())) != 3 * num + len(pairs):
         return -1  # some entries have other keys than dtype, shape and data_offsets
     if not all(isinstance(value, str) for value in pairs.values()):
         return -1
-    return 5 * num + ("__metadata__" in raw) + 2 * len(pairs)  # three keys, a name and a dtype
+    return 5 * num + (_METADATA in raw) + 2 * len(pairs)  # three keys, a name and a dtype
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -15,7 +15,15 @@ from torch_lawa.errors import FormatError
 from torch_lawa.mean.dtypes import DTYPES
 from torch_lawa.system_errors import named_errors
 
-__all__ = ["dtype_of", "load_tensors", "map_flat", "save_tensors", "spec_of", "write_flat"]
+__all__ = [
+    "dtype_of",
+    "load_tensors",
+    "map_privately",
+    "save_tensors",
+    "spec_of",
+    "view_flat",
+    "write_flat",
+]
 
 _TORCH: dict[str, torch.dtype | None] = {
     code: getattr(torch, d.torch_name, None) for code, d in DTYPES.items()
@@ -82,18 +90,16 @@ def write_flat(
             raise FormatError(f"{path}: wrote {file.tell()} bytes, but the header says {size}.")
 
 
-def map_flat(path: Path, header: Header, dtype: torch.dtype, begin: int, numel: int) -> Tensor:
-    """Memory-map `numel` values of `dtype` that begin at byte `begin` of the data."""
+def view_flat(buffer: Any, header: Header, dtype: torch.dtype, begin: int, numel: int) -> Tensor:
+    """View `numel` values of `dtype` that begin at byte `begin` of the data of a mapped file."""
     if numel == 0:
         return torch.empty(0, dtype=dtype, device="cpu")
-    return torch.frombuffer(
-        _mapped(path), dtype=dtype, count=numel, offset=header.data_start + begin
-    )
+    return torch.frombuffer(buffer, dtype=dtype, count=numel, offset=header.data_start + begin)
 
 
 def load_tensors(path: Path, header: Header) -> dict[str, Tensor]:
     """Every tensor of a file as a view of one memory map; writes do not reach the file."""
-    mapped, found = _mapped(path), {}
+    mapped, found = map_privately(path), {}
     for name, spec in header.tensors.items():
         dtype, start = dtype_of(spec.dtype), header.data_start + header.ranges[name][0]
         if spec.numel == 0:
@@ -104,7 +110,8 @@ def load_tensors(path: Path, header: Header) -> dict[str, Tensor]:
     return found
 
 
-def _mapped(path: Path) -> mmap.mmap:
+def map_privately(path: Path) -> mmap.mmap:
+    """Map a file, so that writes do not reach it. If it is truncated, reading ends the process."""
     with named_errors(path), path.open("rb") as file:
         # PyTorch requires a writable buffer; writes to a private mapping do not reach the file.
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

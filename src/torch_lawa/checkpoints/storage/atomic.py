@@ -35,12 +35,14 @@ __all__ = [
     "recover_all",
     "remove",
     "replacing",
+    "require_short_name",
     "require_space",
     "reserve",
     "staging",
     "start_flushing",
     "sync_file",
     "sync_folder",
+    "target_of",
 ]
 
 TEMPORARY = ".partial"
@@ -60,6 +62,16 @@ def final_name(path: str) -> str:
     'runs/averaged/model.safetensors'
     """
     return _INSIDE.sub("", path)
+
+
+def target_of(name: str) -> str | None:
+    """The name that a temporary file or folder is for; None if it is not one of ours.
+
+    >>> target_of("a.pt.0123456789abcdef.partial"), target_of("a.pt.partial")
+    ('a.pt', None)
+    """
+    match = _NAME.fullmatch(name)
+    return match[1] if match else None
 
 
 @contextlib.contextmanager
@@ -230,7 +242,22 @@ class _NamedFile(io.FileIO):
             return super().write(data)
 
 
+def require_short_name(path: Path) -> None:
+    """Refuse a target whose temporary name would be longer than the file system allows."""
+    try:
+        longest = os.pathconf(path.parent, "PC_NAME_MAX")
+    except (OSError, ValueError, AttributeError):  # not there yet, or not on this system
+        longest = 255
+    longest -= len(f".{'0' * 16}{TEMPORARY}")
+    if (length := len(os.fsencode(path.name))) > longest:
+        raise OutputError(
+            f"{path}: the name has {length} bytes, and at most {longest} are possible, because "
+            "results are written under a longer temporary name first. Choose a shorter name."
+        )
+
+
 def _unused_name(path: Path) -> Path:
+    require_short_name(path)
     return path.with_name(f"{path.name}.{os.urandom(8).hex()}{TEMPORARY}")
 
 
@@ -265,10 +292,10 @@ def _recover(folder: Path, name: str | None) -> None:
     except OSError:  # does not exist yet
         return
     for left in names:
-        match = _NAME.fullmatch(left)
-        if match and name in (None, match[1]):
+        target = target_of(left)
+        if target is not None and name in (None, target):
             with contextlib.suppress(OSError):  # of another user, or removed meanwhile
-                _recover_one(folder / left, folder / match[1])
+                _recover_one(folder / left, folder / target)
 
 
 def _recover_one(left: Path, path: Path) -> None:

@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ __all__ = [
     "SourceFile",
     "find_damaged",
     "open_file",
+    "open_guarded",
 ]
 
 _mapped: dict[int, Path] = {}  # the files that are mapped, by their slots in the compiled library
@@ -56,11 +57,16 @@ class ByteSource(ABC):
 
 def open_file(path: Path) -> ByteSource:
     """Open a local file in the fastest way that survives its truncation."""
+    return open_guarded(path) or ReadSource(path)
+
+
+def open_guarded(path: Path) -> "GuardedSource | None":
+    """Map a local file; None where the compiled library was not built, or it cannot be mapped."""
     library = native_library()
     if library is not None:
         with contextlib.suppress(_NotMappable):
             return GuardedSource(path, library)
-    return ReadSource(path)
+    return None
 
 
 def find_damaged(paths: Iterable[Path]) -> list[Path]:
@@ -87,6 +93,8 @@ class GuardedSource(ByteSource):
         with path.open("rb") as file:
             self.size = os.fstat(file.fileno()).st_size
             self._bytes: Bytes = np.empty(0, dtype=np.uint8)
+            self.buffer: Any = self._bytes  # for PyTorch; writing to it ends the process
+            self._damaged: Callable[[], bool] = bool
             if not self.size:
                 return
             address = ctypes.c_void_p()
@@ -95,6 +103,7 @@ class GuardedSource(ByteSource):
                 raise _NotMappable
         memory = (ctypes.c_uint8 * self.size).from_address(address.value)
         _mapped[slot] = path
+        self.buffer, self._damaged = memory, lambda: bool(library.lawa_damaged(slot))
         # Not on exit: a daemon thread may still be reading.
         weakref.finalize(memory, _unmap, library, slot).atexit = False
         self._bytes = np.frombuffer(memoryview(memory), dtype=np.uint8)
@@ -103,9 +112,15 @@ class GuardedSource(ByteSource):
     def view(self, begin: int, end: int) -> "Bytes":
         return self._bytes[begin:end]
 
+    @property
+    def damaged(self) -> bool:
+        """Whether pages were read that the file had lost; False once it is closed."""
+        return self._damaged()
+
     def close(self) -> None:
         # The mapping is released with its last view.
-        self._bytes = np.empty(0, dtype=np.uint8)
+        self.buffer = self._bytes = np.empty(0, dtype=np.uint8)
+        self._damaged = bool
 
 
 def _unmap(library: Any, slot: int) -> None:

@@ -5,6 +5,7 @@ ranges are fetched, so each piece is one request and the number of threads is th
 in flight.
 """
 
+import contextlib
 import errno
 import glob
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 from torch_lawa.checkpoints.storage.byte_sources import (
     ByteSource,
+    ReadSource,
     RemoteSource,
     SourceFile,
     open_file,
@@ -30,6 +32,7 @@ __all__ = [
     "SourceFile",
     "is_url",
     "parse_location",
+    "parse_output",
 ]
 
 _MAX_SMALL = 256 * 1024 * 1024  # bytes of a file that is read as a whole: an index, a configuration
@@ -105,9 +108,13 @@ class Location(ABC):
         """Size of the file in bytes."""
         return self.stamp()[0]
 
+    def _open_plainly(self) -> ByteSource:
+        """Open the file for reading it once, without a mapping: truncation is an error at once."""
+        return self.open()
+
     def read_bytes(self) -> bytes:
         """The whole file, which must be small."""
-        source = self.open()
+        source = self._open_plainly()
         try:
             self._check_size(source.size)
             return source.view(0, source.size).tobytes()
@@ -116,7 +123,7 @@ class Location(ABC):
 
     def copy_to(self, path: Path) -> None:
         """Copy the file, of any size, to a local path."""
-        source = self.open()
+        source = self._open_plainly()
         try:
             with path.open("wb") as file:
                 for begin in range(0, source.size, _COPIED):
@@ -190,14 +197,29 @@ class LocalPath(Location):
     def open(self) -> ByteSource:
         return open_file(self.path)
 
+    def _open_plainly(self) -> ByteSource:
+        return ReadSource(self.path)
+
+    def copy_to(self, path: Path) -> None:
+        """Copy the file, of any size, to a local path; an error if it changes meanwhile."""
+        before = self.stamp()
+        super().copy_to(path)
+        with contextlib.suppress(FileNotFoundError):  # what was open was copied
+            if self.stamp() != before:
+                raise FormatError(
+                    f"{self}: was written to while it was being copied. Try again when it is "
+                    "complete."
+                )
+
 
 class RemoteURL(Location):
     """A URL that fsspec understands: `s3://`, `gs://`, `memory://` and the rest."""
 
     local = False
 
-    def __init__(self, fs: Any, path: str, protocol: str) -> None:
+    def __init__(self, fs: Any, path: str, protocol: str, behind: "Location | None" = None) -> None:
         self.fs, self._path, self._protocol = fs, path.rstrip("/"), protocol
+        self._behind = behind  # what a chained URL ends with
 
     def __str__(self) -> str:
         start = f"{self._protocol}://"  # for HTTP, fsspec's paths are whole URLs
@@ -216,6 +238,21 @@ class RemoteURL(Location):
     def path(self) -> str:
         """The path within the fsspec file system."""
         return self._path
+
+    @property
+    def stored_at(self) -> Location:
+        """Where its bytes are: behind caches, or the archive (or folder) that contains it."""
+        from fsspec.implementations.cached import CachingFileSystem
+        from fsspec.implementations.local import LocalFileSystem
+
+        fs = self.fs
+        while isinstance(fs, CachingFileSystem):
+            fs = fs.fs
+        if isinstance(fs, LocalFileSystem):
+            return LocalPath(self._path)
+        if isinstance(self._behind, RemoteURL) and type(fs) is type(self._behind.fs):
+            return RemoteURL(fs, self._path, self._behind._protocol)
+        return self._behind or self
 
     @property
     def name(self) -> str:
@@ -318,7 +355,7 @@ class RemoteURL(Location):
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
 
     def _at(self, path: str) -> "RemoteURL":
-        return RemoteURL(self.fs, path, self._protocol)
+        return RemoteURL(self.fs, path, self._protocol, self._behind)
 
 
 def is_url(text: str) -> bool:
@@ -354,4 +391,16 @@ def parse_location(text: str | os.PathLike[str]) -> Location:
     if isinstance(fs, LocalFileSystem):
         return LocalPath(path)
     fs.invalidate_cache()  # fsspec reuses file systems and their cached listings
-    return RemoteURL(fs, path, protocol)
+    behind = parse_location(text.rsplit("::", 1)[1]) if "::" in text else None
+    return RemoteURL(fs, path, protocol, behind)
+
+
+def parse_output(text: str | os.PathLike[str]) -> Location:
+    """The location of a result. Chained URLs are refused: they hide what would be replaced."""
+    location = parse_location(text)
+    if isinstance(location, RemoteURL) and location.stored_at is not location:
+        raise ConfigError(
+            f"{os.fspath(text)}: chained URLs and caches can be read, but not written. Write to "
+            f"{location.stored_at}."
+        )
+    return location

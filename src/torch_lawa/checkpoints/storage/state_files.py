@@ -5,6 +5,7 @@ that are removed, so nothing in it is trusted.
 """
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -27,12 +28,16 @@ __all__ = [
 T = TypeVar("T")
 Check = Callable[[Any], T]  # returns the value, or raises ValueError
 _LARGEST = 2**63
+_MAX_STATE = 128 * 1024 * 1024  # bytes; a million tensors need less
 
 
 def read_state(path: Path, parse: "Callable[[StateRow], T]") -> T:
     """Parse the object in a file; whatever is wrong with it is a `ValueError`."""
-    with named_errors(path):
-        content = path.read_bytes()
+    with named_errors(path), path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > _MAX_STATE:
+            raise ValueError(f"it has {size} bytes, and at most {_MAX_STATE} are read")
+        content = file.read(size)
     try:
         return parse(StateRow(json.loads(content)))
     except RecursionError:
@@ -126,6 +131,10 @@ def a_name(found: Any) -> str:
     """The name of an entry of a folder, which leads nowhere else."""
     if not isinstance(found, str) or found in ("", ".", "..") or set(found) & set("/\\\0"):
         raise ValueError(f"{_shown(found)}, expected the name of a file or folder")
+    try:
+        os.fsencode(found)
+    except UnicodeEncodeError:
+        raise ValueError(f"{_shown(found)}, which no file can be named") from None
     return found
 
 

@@ -138,6 +138,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
         self.monitor = monitor
         # Gives the model, once attached to a trainer that knows what to do with an average.
         self.trained: Callable[[], nn.Module] | None = None
+        self.check_target: Callable[[], None] | None = None  # of the average that is saved
         self.resume_from: Path | None = None  # a checkpoint, from its loading to the first step
         self.model_is_final = False  # the Trainer has loaded its best model: nothing to swap in
         self._strategy: CollectStrategy = strategy
@@ -248,6 +249,8 @@ class LatestWeightAveragingCallback(TrainerCallback):
         model, loader = self._require_trainer()(), kwargs["train_dataloader"]
         require_visible_parameters(model)
         self._check_arguments(args, warn=True)
+        if self.check_target is not None:
+            self.check_target()
         total, per_epoch = int(state.max_steps), None
         if has_length(loader):
             per_epoch = max(math.ceil(len(loader) / args.gradient_accumulation_steps), 1)

@@ -7,6 +7,7 @@ save, and does not pass itself to its callbacks. So a mixin overrides Trainer's 
 import contextlib
 import inspect
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer_utils import PredictionOutput
 
+from torch_lawa.checkpoints.replacement import require_replaceable
 from torch_lawa.checkpoints.storage.atomic import remove
-from torch_lawa.errors import ConfigError, StateError
+from torch_lawa.checkpoints.storage.paths import LocalPath
+from torch_lawa.errors import ConfigError, OutputError, StateError
 from torch_lawa.evaluation import ActClock
 from torch_lawa.integrations.random_state import preserved_rng
 from torch_lawa.integrations.transformers.callback import (
@@ -58,6 +61,7 @@ class LatestWeightAveragingMixin(_Base):
         averaging = self._averaging()
         if averaging is not None:
             averaging.trained = lambda: self._trained
+            averaging.check_target = lambda: self._check_target()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Like the trainer's own; the callback sees the loss, to find spikes."""
@@ -225,9 +229,26 @@ class LatestWeightAveragingMixin(_Base):
                 remove(folder)  # left by an earlier run with the same output folder
         super().save_model(output_dir, _internal_call=_internal_call)
 
+    def _check_target(self) -> None:
+        """Refuse, before training, a folder to which `save_model` could not write the average."""
+        if not self.args.should_save:
+            return
+        folder = Path(str(self.args.output_dir)) / _MODEL
+        for path in (folder.parent, folder):
+            if os.path.lexists(path) and not path.is_dir():
+                raise OutputError(
+                    f"{path}: is not a folder, so the average could not be saved in {folder}. Move "
+                    "it, or choose another output_dir."
+                )
+        if self._exports() and folder.is_dir():
+            require_replaceable(LocalPath(folder), is_file=False)
+
+    def _exports(self) -> bool:
+        """Whether the average is exported: Trainer may write only the shards to resume from."""
+        return self.is_deepspeed_enabled or (self.is_fsdp_enabled and not self._gathers())
+
     def _save_average(self, averaging: LatestWeightAveragingCallback, folder: Path) -> None:
-        if self.is_deepspeed_enabled or (self.is_fsdp_enabled and not self._gathers()):
-            # Trainer may write no model in these cases, only the shards to resume from.
+        if self._exports():
             # DeepSpeed's masters are float32; the model that it saves is not.
             dtype = self._dtype() if self.is_deepspeed_enabled else None
             averaging.averager.save_pretrained(

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch_lawa.checkpoints.find.select import Discovery, select
 from torch_lawa.checkpoints.formats.registry import checkpoint_parts
-from torch_lawa.checkpoints.storage.atomic import publish, recover, remove
+from torch_lawa.checkpoints.storage.atomic import publish, recover, remove, require_short_name
 from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import ConfigError, FormatError, LawaError, OutputError
 from torch_lawa.offline.average import Result, run_average
@@ -133,6 +133,7 @@ class Watcher:
             WatchTarget(os.fspath(output)),
         )
         self._target.refuse_inside(live)
+        require_short_name(self._target.path(10**9))
         self._each = self._target.keeps_all and not once
         self._window = WindowFolder(self._target.window, run=live.anchor, k=k)
         self._admission = Admission(
@@ -154,7 +155,9 @@ class Watcher:
     def __enter__(self) -> "Watcher":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, ConfigError) and self._window.is_new and not self.averaged:
+            self._window.discard()
         self._window.close()
 
     @property

@@ -15,8 +15,8 @@ from torch_lawa.checkpoints.find.select import FoundCheckpoint
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.storage.atomic import TEMPORARY, remove, replacing, sync_folder
 from torch_lawa.checkpoints.storage.folder_lock import LOCK, FolderLock
-from torch_lawa.checkpoints.storage.paths import LocalPath
-from torch_lawa.errors import StoreError
+from torch_lawa.checkpoints.storage.paths import LocalPath, parse_location
+from torch_lawa.errors import LawaError, StoreError
 from torch_lawa.offline.watch.checkpoint_files import (
     LiveCheckpoint,
     keep_files,
@@ -73,6 +73,14 @@ class WindowFolder:
                 (self.folder / LOCK).unlink()
                 self.folder.rmdir()
         self._lock.release()
+
+    def discard(self) -> None:
+        """Remove what the window holds, unless a checkpoint exists only here by now."""
+        with contextlib.suppress(OSError, LawaError):
+            if all(parse_location(s.source).exists() for s in self.state.snapshots):
+                (self.folder / _MANIFEST).unlink(missing_ok=True)
+                self.state = WindowState()
+                self._clean_up()
 
     def found(self, snapshot: KeptCheckpoint) -> FoundCheckpoint:
         """The checkpoint in the form that `plan_found` takes."""

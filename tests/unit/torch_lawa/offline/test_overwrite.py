@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torch_lawa.errors import OutputError
+from torch_lawa import LatestWeightAverager
+from torch_lawa.errors import ConfigError, OutputError
 from torch_lawa.offline.average import average_checkpoints
 from torch_lawa.offline.options import AverageOptions
 from torch_lawa.offline.plan import plan_average
-from torch_lawa.offline.sweep import plan_sweep, run_sweep
+from torch_lawa.offline.sweep import plan_sweep, run_sweep, sweep_checkpoints
 
 
 @pytest.fixture
@@ -87,6 +90,45 @@ def test_an_input_by_another_name_is_not_replaced(run: Path, spelled: str) -> No
     with pytest.raises(OutputError, match="is, contains or is inside the input"):
         average_checkpoints(run, target, last=2, overwrite=True)
     assert value(run / "checkpoint-3") == 3.0
+
+
+CACHES = ["simplecache::file://{}", "filecache::local://{}", "blockcache::file://{}"]
+
+
+@pytest.mark.parametrize("spelled", CACHES)
+def test_an_input_behind_a_cache_is_not_replaced(
+    run: Path, tmp_path: Path, spelled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where fsspec caches
+    files = [run / f"checkpoint-{step}" / "model.safetensors" for step in (1, 3)]
+    urls = [spelled.format(file) for file in files]
+    with pytest.raises(ConfigError, match="chained"):
+        average_checkpoints(run, urls[1], last=2, overwrite=True)
+    with pytest.raises(ConfigError, match="chained"):
+        sweep_checkpoints(run, [1], output=spelled.format(run))
+    assert value(run / "checkpoint-3") == 3.0
+    if "blockcache" in spelled:
+        return  # fsspec leaves the files of such a cache open
+    for inputs, target in ((urls, files[1]), (urls, urls[1]), (files, urls[0])):
+        with pytest.raises((OutputError, ConfigError), match=r"inside the input|chained"):
+            average_checkpoints(inputs, target, overwrite=True)
+    assert value(run / "checkpoint-3") == 3.0
+    average_checkpoints(urls, run / "averaged.safetensors")  # beside them is fine
+    assert load_file(run / "averaged.safetensors")["w"][0].item() == 2.0
+
+
+def test_an_archive_of_inputs_is_not_replaced(run: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "inputs.safetensors"
+    with zipfile.ZipFile(archive, "w") as file:
+        for step in (1, 3):
+            file.write(run / f"checkpoint-{step}" / "model.safetensors", f"step_{step}.safetensors")
+    before = archive.read_bytes()
+    inputs = [f"zip://step_{step}.safetensors::file://{archive}" for step in (1, 3)]
+    with pytest.raises(OutputError, match="inside the input"):
+        average_checkpoints(inputs, archive, overwrite=True)
+    assert archive.read_bytes() == before
+    average_checkpoints(inputs, tmp_path / "out.safetensors")
+    assert load_file(tmp_path / "out.safetensors")["w"][0].item() == 2.0
 
 
 def test_an_input_behind_a_link_is_not_replaced(run: Path, tmp_path: Path) -> None:
@@ -216,3 +258,29 @@ def test_a_killed_sweep_leaves_nothing_for_good(run: Path, tmp_path: Path, keeps
         scratch=scratch,
     )
     assert os.listdir(where) == (["step-3-k-2.safetensors"] if keeps else [])
+
+
+@pytest.mark.parametrize("name", ["x" * 231, "x" * 220 + ".safetensors", "ö" * 120])
+def test_a_long_name_is_refused_before_any_work(run: Path, tmp_path: Path, name: str) -> None:
+    """Not by a warning of a temporary folder that was never made."""
+    with pytest.raises(OutputError, match=r"at most 230 are possible"):
+        plan_average(run, tmp_path / name, last=2)
+    averager = LatestWeightAverager(k=1)
+    averager.collect({"w": torch.ones(2)})
+    with pytest.raises(OutputError, match="Choose a shorter name"):
+        averager.save_pretrained(tmp_path / name)
+    assert os.listdir(tmp_path) == ["run"]
+    average_checkpoints(run, tmp_path / ("x" * 230), last=2)
+
+
+def test_an_export_replaces_what_its_check_allows(tmp_path: Path) -> None:
+    """The folder of an Orbax checkpoint, whose parts are known by more than their names."""
+    folder = tmp_path / "orbax"
+    (folder / "d").mkdir(parents=True)
+    for name in ("_METADATA", "manifest.ocdbt", "d/0"):
+        (folder / name).write_text("{}")
+    (folder / "notes.txt").write_text("mine")
+    averager = LatestWeightAverager(k=1)
+    averager.collect({"w": torch.ones(2)})
+    averager.save_pretrained(folder, overwrite=True)
+    assert sorted(os.listdir(folder)) == ["model.safetensors", "notes.txt"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from torch_lawa.errors import ConfigError, FormatError, LayoutError, OutputError
 from torch_lawa.offline.average import average_checkpoints, run_average
@@ -263,3 +263,15 @@ def test_weights_find_a_checkpoint_inside_the_folder_that_was_given(tmp_path: Pa
     folders = [tmp_path / "step-2", tmp_path / "step-1"]
     plan = plan_average(folders, tmp_path / "m", weights=[3, 1])
     assert [(i.step, i.weight) for i in plan.inputs] == [(1, 0.25), (2, 0.75)]
+
+
+@pytest.mark.parametrize("output", ["m.safetensors", "m.pt", "m"])
+def test_a_reserved_name_is_refused_before_any_work(tmp_path: Path, output: str) -> None:
+    for step in (1, 2):
+        tensors = {"w": torch.full((2,), float(step)), "__metadata__": torch.ones(2)}
+        torch.save(tensors, tmp_path / f"step_{step}.pt")
+    with pytest.raises(ConfigError, match=r"'__metadata__' cannot be stored.*--exclude"):
+        plan_average(tmp_path, tmp_path / output, last=2)
+    without = AverageOptions(exclude="__metadata__")
+    average_checkpoints(tmp_path, tmp_path / "m.safetensors", last=2, options=without)
+    assert load_file(tmp_path / "m.safetensors")["w"].tolist() == [1.5, 1.5]

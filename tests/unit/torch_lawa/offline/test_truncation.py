@@ -102,6 +102,32 @@ def test_a_truncated_input_is_an_error(
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.parent != run]
 
 
+@pytest.mark.parametrize("size", [17_000_000, 39_999_990])
+def test_a_side_file_that_is_truncated_while_it_is_copied(
+    size: int, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    """Also within its last page, of which a mapping only shows zeros."""
+    folders = []
+    for step in 1, 2:
+        folders.append(tmp_path / f"checkpoint-{step}")
+        folders[-1].mkdir()
+        (run / f"step-{step}.safetensors").rename(folders[-1] / "model.safetensors")
+    victim = folders[-1] / "vocab.txt"
+    victim.write_bytes(b"x" * 40_000_000)
+    for kind in (GuardedSource, ReadSource):
+        view = kind.view
+
+        def viewed(self: Any, begin: int, end: int, view: Any = view) -> Any:
+            if end - begin >= 5_000_000:
+                os.truncate(victim, size)
+            return view(self, begin, end)
+
+        monkeypatch.setattr(kind, "view", viewed)
+    with pytest.raises(FormatError, match=r"vocab.txt: was (truncated|written to) while"):
+        average_checkpoints(folders, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_view_of_a_truncated_file(tmp_path: Path, route: str) -> None:
     path = tmp_path / "bytes"
     path.write_bytes(bytes(range(1, 201)) * 100)

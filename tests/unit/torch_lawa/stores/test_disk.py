@@ -20,6 +20,7 @@ from support.programs import Program
 from torch_lawa import DiskStore, LatestWeightAverager
 from torch_lawa.checkpoints.storage import atomic
 from torch_lawa.errors import ConfigError, FormatError, StoreError
+from torch_lawa.mean.kernels_native import native_library
 
 WRITER = """
 import sys, torch
@@ -368,16 +369,132 @@ def test_a_kept_tensor_may_change_its_shape(tmp_path: Path) -> None:
 def test_rows_of_a_manifest_may_have_kept_tensors_of_other_shapes(tmp_path: Path) -> None:
     """Ranks keep more than one row that can be the newest: see disk_ranks."""
     from torch_lawa.stores.base import NO_NOTES, FlatLayout, Snapshot
-    from torch_lawa.stores.disk_manifest import MANIFEST, Manifest, ManifestRow
+    from torch_lawa.stores.disk_manifest import MANIFEST, Manifest, ManifestRow, snapshot_files
 
     layouts = [FlatLayout.of({"n": torch.zeros(size)}, packed=True) for size in (2, 3)]
     notes = {**NO_NOTES, "num_collected": 1}
     rows = tuple(
-        ManifestRow(
-            Snapshot(i, i), 0, f"window-{i}.safetensors", f"kept-{i}.safetensors", layout, notes
-        )  # type: ignore[arg-type]
+        ManifestRow(Snapshot(i, i), 0, *snapshot_files(i), layout, notes)  # type: ignore[arg-type]
         for i, layout in enumerate(layouts)
     )
-    manifest = Manifest(rows=rows, kept=layouts[-1])
+    manifest = Manifest(serial=1, rows=rows, kept=layouts[-1])
     (tmp_path / MANIFEST).write_text(manifest.text())
     assert [row.kept for row in Manifest.read(tmp_path).rows] == layouts
+
+
+def test_files_with_similar_names_are_left_alone(tmp_path: Path) -> None:
+    """Only files with exactly our names are removed, whatever else the folder holds."""
+    theirs = [
+        "window-best.safetensors",
+        "window-6.safetensors",
+        "window-000000012.safetensors",
+        "window-00000001.safetensors.bak.partial",
+        "kept-layers.safetensors",
+        "manifest.json.backup.safetensors",
+        "manifest.json.partial",
+        "window-best.safetensors.0123456789abcdef.partial",
+    ]
+    leftovers = [
+        "window-00000007.safetensors",
+        "kept-00000007.safetensors",
+        "window-00000008.safetensors.0123456789abcdef.partial",
+        "manifest.json.0123456789abcdef.partial",
+    ]
+    for name in (*theirs, *leftovers):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "window-00000009.safetensors").mkdir()
+    averager = write(tmp_path, range(5))
+    averager.reset()
+    del averager
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {*theirs, "window-00000009.safetensors", "lock"}
+    for name in theirs:
+        assert (tmp_path / name).read_text() == name
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "\ud800w"])
+def test_names_that_cannot_be_read_back_are_not_collected(tmp_path: Path, name: str) -> None:
+    averager = LatestWeightAverager(k=2, min_snapshots=1, store=DiskStore(tmp_path))
+    for tensor in (torch.ones(2), torch.tensor(1)):  # averaged and kept
+        with pytest.raises(FormatError, match="cannot be stored"):
+            averager.collect({"w": torch.ones(2), name: tensor})
+    averager.collect({"w": torch.ones(2)})
+    averager.wait()
+    del averager
+    again = LatestWeightAverager(k=2, min_snapshots=1, store=DiskStore(tmp_path))
+    assert list(again.average()) == ["w"]
+
+
+TRUNCATED = """
+import itertools, os, sys, warnings
+from pathlib import Path
+import torch
+from torch_lawa import DiskStore, LatestWeightAverager, window_mean
+from torch_lawa.errors import LawaError
+warnings.simplefilter("error")
+size, when = int(sys.argv[2]), sys.argv[3]
+blocks, flushing = window_mean.mean_blocks, window_mean.warn_if_flushing
+
+def attempt(folder, part, act):
+    averager = LatestWeightAverager(k=3, store=DiskStore(folder), _sliding=act == "sliding")
+
+    def collect(value):
+        tensors = {"w": torch.full((100_000,), value), "n": torch.full((50_000,), int(value))}
+        averager.collect(tensors)
+        averager.wait()
+
+    for value in (1.0, 2.0, 3.0):
+        collect(value)
+    averager.average()
+    path = sorted(folder.glob(f"{part}-*"))[-1]
+    whole = path.stat().st_size
+
+    def truncating(work):
+        def worked(*args):
+            os.truncate(path, size % whole)
+            return work(*args)
+        return worked
+
+    if when == "before":
+        os.truncate(path, size % whole)
+    else:  # when the files are mapped
+        window_mean.mean_blocks = truncating(blocks)
+        window_mean.warn_if_flushing = truncating(flushing)
+    averager._window._mean._sums.clear()
+    try:
+        if act == "export":
+            averager.save_pretrained(folder / "export")
+        elif act == "state":
+            averager.state_dict()
+        else:
+            averager.average()
+        said = "nothing"
+    except LawaError as error:
+        said = str(error)
+    assert "truncated" in said, (part, act, said)
+    assert not (folder / "export").exists()
+    window_mean.mean_blocks, window_mean.warn_if_flushing = blocks, flushing
+    for value in (4.0, 5.0, 6.0):
+        collect(value)
+    found = averager.average()
+    assert found["w"].unique().tolist() == [5.0], found
+    assert found["n"].unique().tolist() == [6], found
+
+acts = ("average", "sliding", "export", *(("state",) if when == "before" else ()))
+for part, act in itertools.product(("window", "kept"), acts):
+    attempt(Path(sys.argv[1], f"{part}-{act}"), part, act)
+"""
+
+
+needs_guard = pytest.mark.skipif(native_library() is None, reason="the kernels were not built")
+
+
+@pytest.mark.parametrize("when", ["before", pytest.param("while", marks=needs_guard)])
+@pytest.mark.parametrize("size", [4096, -10])
+def test_a_truncated_file_is_an_error(tmp_path: Path, size: int, when: str) -> None:
+    """And the run goes on: the file leaves the window like any other."""
+    words = [tmp_path, str(size), when]
+    done = subprocess.run(
+        [sys.executable, "-c", TRUNCATED, *words], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr

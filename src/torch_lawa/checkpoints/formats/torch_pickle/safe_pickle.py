@@ -26,6 +26,9 @@ __all__ = ["MAX_PICKLE", "Label", "Maker", "Record", "Tree", "inside", "load_pic
 
 MAX_PICKLE = 512 * 1024 * 1024
 _MAX_MESSAGE = 200
+_LONG_KEY = 1 << 16  # characters
+_LARGEST_KEY = 1 << 64
+_MAX_EQUAL = 64  # keys with equal hashes
 
 Maker = Callable[..., object]
 
@@ -175,34 +178,65 @@ class Tree(dict[object, object]):
     attributes: object = None
 
 
-def _make_dict(*args: Any) -> Tree:
-    """OrderedDict, Counter or defaultdict; which of them does not matter here."""
-    found = Tree()
-    for arg in args:
-        pairs = arg.items() if isinstance(arg, dict) else arg if isinstance(arg, list) else ()
-        for key, value in pairs:
-            _put(found, key, value)
-    return found
+class _Keys:
+    """Puts items into dicts, of which an attack can make every access slow.
+
+    Integers, and tuples of them, have hashes that can be chosen, and a dict whose keys all have
+    one hash takes quadratic time. Long keys that are equal but not the same object are compared
+    to their ends. Hashing a long integer, or a nested tuple, takes its length every time.
+    """
+
+    def __init__(self) -> None:
+        self._by_hash: dict[int, list[object]] = {}  # of tuples and fractions
+
+    def put(self, target: object, key: object, value: object) -> None:
+        """Set an item of a dict, or add it to a record."""
+        if isinstance(target, Record):
+            target.add([(key, value)])
+        elif isinstance(target, dict):
+            if type(key) is not str or len(key) > _LONG_KEY:
+                self._check(target, key)
+            target[key] = value
+        else:
+            raise pickle.UnpicklingError(f"an item was set on a {type(target).__name__}")
+
+    def make_dict(self, *args: Any) -> Tree:
+        """OrderedDict, Counter or defaultdict; which of them does not matter here."""
+        found = Tree()
+        for arg in args:
+            pairs = arg.items() if isinstance(arg, dict) else arg if isinstance(arg, list) else ()
+            for key, value in pairs:
+                self.put(found, key, value)
+        return found
+
+    def _check(self, target: dict[Any, Any], key: object) -> None:
+        if isinstance(key, str | bytes):
+            if len(key) > _LONG_KEY and key in target:
+                raise pickle.UnpicklingError(f"a key of {len(key)} characters appears twice")
+            return
+        _check_part(key)
+        if isinstance(key, tuple | float | complex):
+            equal = self._by_hash.setdefault(hash(key), [])
+            if key not in equal:
+                equal.append(key)
+            if len(equal) > _MAX_EQUAL:
+                raise pickle.UnpicklingError("many keys have equal hashes")
 
 
-def _put(target: object, key: object, value: object) -> None:
-    if isinstance(target, Record):
-        target.add([(key, value)])
-    elif isinstance(target, dict):
-        if type(key) is not str:
-            _check_key(key)
-        target[key] = value
-    else:
-        raise pickle.UnpicklingError(f"an item was set on a {type(target).__name__}")
-
-
-def _check_key(key: object, depth: int = 0) -> None:
-    """Allow only small tuples as keys: nested ones are hashed by unbounded recursion."""
+def _check_part(key: object, depth: int = 0) -> None:
+    """Allow only small integers, texts and tuples: see `_Keys`."""
     if isinstance(key, tuple) and depth < 3 and len(key) <= 16:
         for part in key:
-            _check_key(part, depth + 1)
+            _check_part(part, depth + 1)
     elif not isinstance(key, str | bytes | int | float | complex | Label | Record | None):
         raise pickle.UnpicklingError(f"a {type(key).__name__} was used as a key")
+    elif isinstance(key, int):
+        if not -_LARGEST_KEY < key < _LARGEST_KEY:  # at most 16 of these have equal hashes
+            raise pickle.UnpicklingError(f"a number of {key.bit_length()} bits was used as a key")
+    elif isinstance(key, str | bytes | Label):
+        text = key.path if isinstance(key, Label) else key
+        if len(text) > _LONG_KEY:
+            raise pickle.UnpicklingError(f"a key contains a text of {len(text)} characters")
 
 
 class _Unpickler(pickle._Unpickler):
@@ -231,7 +265,9 @@ class _Unpickler(pickle._Unpickler):
     ) -> None:
         super().__init__(file, encoding="utf-8", errors="replace")
         self._location, self._load_storage, self._any_name = location, load_storage, any_name
-        self._makers: Mapping[str, Maker | None] = {**dict.fromkeys(_DICTS, _make_dict), **makers}
+        self._keys = _Keys()
+        dicts = dict.fromkeys(_DICTS, self._keys.make_dict)
+        self._makers: Mapping[str, Maker | None] = {**dicts, **makers}
 
     def load(self) -> Any:
         # As the original, but without its layer for frames, which only group bytes: every byte is
@@ -326,16 +362,16 @@ class _Unpickler(pickle._Unpickler):
 
     def _setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        _put(self.stack[-1], key, value)
+        self._keys.put(self.stack[-1], key, value)
 
     def _setitems(self) -> None:
         items = self.pop_mark()
         for key, value in zip(items[::2], items[1::2], strict=True):
-            _put(self.stack[-1], key, value)
+            self._keys.put(self.stack[-1], key, value)
 
     def _dict(self) -> None:
         items = self.pop_mark()
-        self.append(_make_dict(list(zip(items[::2], items[1::2], strict=True))))
+        self.append(self._keys.make_dict(list(zip(items[::2], items[1::2], strict=True))))
 
     def _empty_set(self) -> None:
         self.append(Record("builtins.set"))

@@ -201,3 +201,10 @@ def test_shapes_that_equal_valid_ones_are_refused(tmp_path: Path, shape: str) ->
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
     with pytest.raises(FormatError, match="'b'"):
         read_header(path)
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "\ud800w"])
+def test_names_that_cannot_be_read_back_are_not_written(tmp_path: Path, name: str) -> None:
+    with pytest.raises(FormatError, match="cannot be stored"):
+        save_tensors(tmp_path / "a.safetensors", {name: torch.ones(3)}, {"step": "1"})
+    assert not list(tmp_path.iterdir())

@@ -15,8 +15,10 @@ from safetensors.numpy import save
 from support.damage import damaged_documents
 from support.watching import Trainer, Watch, assert_file, folders_of
 
-from torch_lawa.errors import OutputError, StoreError
+from torch_lawa.errors import ConfigError, OutputError, StoreError
+from torch_lawa.offline.options import AverageOptions
 from torch_lawa.offline.watch import checkpoint_files, window_folder, window_manifest
+from torch_lawa.offline.watch.watcher import Watcher, watch_run
 
 
 @pytest.fixture
@@ -366,3 +368,42 @@ def test_a_folder_that_only_looks_like_a_window_is_kept(trainer: Trainer, tmp_pa
     with pytest.raises(StoreError, match="not a window"):
         Watch(trainer.folder, tmp_path / "out", k=1)
     assert folders_of(folder) == {"step-5", "lock"}
+
+
+def test_names_that_no_file_can_have_are_damage(trainer: Trainer, out: Path) -> None:
+    trainer.write(1, 2)
+    with Watch(trainer.folder, out, k=2) as watch:
+        watch.settle()
+    path = out.with_name(f"{out.name}.window") / "window.json"
+    whole = json.loads(path.read_text())
+    whole["snapshots"][0]["kept"] = {"\ud800": "x"}
+    path.write_text(json.dumps(whole))
+    with pytest.raises(StoreError, match=r"window\.json.*no file can be named"):
+        Watch(trainer.folder, out, k=2).__enter__()
+
+
+def test_options_that_are_refused_leave_no_window(trainer: Trainer, tmp_path: Path) -> None:
+    trainer.write(1, 2)
+    out, megatron = tmp_path / "out", AverageOptions(layout="megatron")
+    before = sorted(os.listdir(tmp_path))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="another format"):
+            watch_run(trainer.folder, out, k=2, settle=0, once=True, options=megatron)
+        assert sorted(os.listdir(tmp_path)) == before
+    with pytest.raises(ConfigError, match="another format"):
+        with Watcher(trainer.folder, out, k=2, settle=0, options=megatron) as watcher:
+            watcher._admission.poll()
+            while watcher._admission.take_next():
+                pass
+            next(trainer.folder.glob("*1.safetensors")).unlink()
+            watcher.poll()
+    assert "step-1" in folders_of(tmp_path / "out.window")  # the only one that is left
+
+
+def test_a_long_name_is_refused_before_any_work(trainer: Trainer, tmp_path: Path) -> None:
+    trainer.write(1, 2)
+    before = sorted(os.listdir(tmp_path))
+    for name in ("x" * 240, "x" * 228 + "{step}", "ö" * 120):
+        with pytest.raises(OutputError, match="Choose a shorter name"):
+            watch_run(trainer.folder, tmp_path / name, k=2, settle=0, once=True)
+    assert sorted(os.listdir(tmp_path)) == before
