@@ -65,7 +65,10 @@ def rows_of(output: Path, run: str = "constant") -> list[Row]:
 
 
 def loss_of(output: Path) -> tuple[MetricReport, Frontier]:
-    report = summarise(load_runs([output])).recipes[0].metrics[0]
+    folders = [
+        output / f"seed-{seed}" for seed in json.loads((output / "demo.json").read_bytes())["seeds"]
+    ]
+    report = summarise(load_runs(folders)).recipes[0].metrics[0]
     assert report.metric.name == "test_loss"
     assert report.frontier is not None
     return report, report.frontier

@@ -16,20 +16,13 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_lawa.checkpoints.formats.safetensors import Header, read_header, require_name
-from torch_lawa.checkpoints.formats.safetensors_torch import (
-    map_privately,
-    spec_of,
-    view_flat,
-    write_flat,
-)
+from torch_lawa.checkpoints.formats.safetensors import Header, read_header
+from torch_lawa.checkpoints.formats.safetensors_torch import spec_of
 from torch_lawa.checkpoints.storage.atomic import replacing, target_of
-from torch_lawa.checkpoints.storage.byte_sources import GuardedSource, open_guarded
 from torch_lawa.checkpoints.storage.folder_lock import FolderLock
 from torch_lawa.errors import StoreError
 from torch_lawa.ranks.agreement import rank_and_size
 from torch_lawa.stores.base import (
-    Buffer,
     Content,
     FlatLayout,
     Held,
@@ -37,6 +30,7 @@ from torch_lawa.stores.base import (
     Snapshot,
     Store,
 )
+from torch_lawa.stores.disk_files import MappedFile, Staging, map_unguarded
 from torch_lawa.stores.disk_manifest import (
     MANIFEST,
     Manifest,
@@ -47,7 +41,7 @@ from torch_lawa.stores.disk_manifest import (
 )
 from torch_lawa.stores.disk_ranks import SPARE, RankContents, Ranks, agree
 from torch_lawa.stores.disk_writer import Job, WriterThread
-from torch_lawa.stores.memory import Stage, idle_memory
+from torch_lawa.stores.memory import idle_memory
 
 __all__ = ["DiskStore"]
 
@@ -56,38 +50,6 @@ _BUSY = (
     "run a folder of its own. If several ranks share one, initialise torch.distributed before "
     "making the averager."
 )
-
-
-class _Staging:
-    """Host memory for one file, from which it is written."""
-
-    def __init__(self, layout: FlatLayout) -> None:
-        for name, _, _ in entries(layout):
-            require_name(name)
-        self.layout, self.stage = layout, Stage(layout)
-        self._buffers: list[Buffer] | None = None
-
-    def copy(self, tensors: Mapping[str, Tensor]) -> None:
-        """Enqueue the copy of the tensors."""
-        if self._buffers is None:
-            self._buffers = self.stage.allocate()
-        self.stage.copy(self._buffers, tensors)
-
-    def write(self, path: Path, snapshot: Snapshot) -> None:
-        """Write the file, once the tensors have arrived."""
-        assert self._buffers is not None
-        self.stage.wait()
-        labels = {"index": str(snapshot.index), "step": str(snapshot.step)}
-        write_flat(path, entries(self.layout), [buffer.flat for buffer in self._buffers], labels)
-
-
-@dataclass(frozen=True)
-class _MappedFile:
-    """The groups of a file, memory-mapped; guarded if there is a source."""
-
-    flats: list[Tensor]
-    size: int
-    source: GuardedSource | None
 
 
 @dataclass(frozen=True)
@@ -99,7 +61,7 @@ class _OnDisk(Held):
     run: int = 0
     began: int = 0
     age: int = 0
-    staging: tuple[_Staging, ...] = ()  # for averaged and kept tensors
+    staging: tuple[Staging, ...] = ()  # for averaged and kept tensors
     job: Job | None = None
 
     def row(self, snapshot: Snapshot) -> ManifestRow:
@@ -145,7 +107,7 @@ class DiskStore(Store):
         self._writer = WriterThread()
         self._files = _OnDisk()
         self._serial = 0  # of the newest file; never used twice
-        self._maps: dict[str, _MappedFile] = {}
+        self._maps: dict[str, MappedFile] = {}
         self._lock: FolderLock | None = None
 
     @property
@@ -177,7 +139,7 @@ class DiskStore(Store):
                 snapshots=tuple(row.snapshot for row in rows[-k:]),
                 notes=notes,
                 rows=rows,
-                staging=(_Staging(manifest.averaged), _Staging(kept)),
+                staging=(Staging(manifest.averaged), Staging(kept)),
             )
         surplus = {name for row in manifest.rows for name in row.files} - files.names()
         self._files = replace(files, surplus=frozenset(surplus))
@@ -188,7 +150,7 @@ class DiskStore(Store):
         """Begin a new window; the files of the old one are removed."""
         self._settle()
         self.wait()
-        run, staging = self._files.run, (_Staging(averaged), _Staging(kept))
+        run, staging = self._files.run, (Staging(averaged), Staging(kept))
         self._begin(
             _OnDisk(
                 averaged,
@@ -211,7 +173,7 @@ class DiskStore(Store):
     def retarget(self, averaged: FlatLayout, kept: FlatLayout) -> bool:
         """Copy later snapshots from the devices of these layouts."""
         self.wait()  # the thread may still be writing from the old memory
-        staging = _Staging(averaged), _Staging(kept)
+        staging = Staging(averaged), Staging(kept)
         self._files = replace(self._files, averaged=averaged, kept=kept, staging=staging)
         return True
 
@@ -221,7 +183,7 @@ class DiskStore(Store):
         self.wait()
         now = self._files
         if content.kept_layout is not None and content.kept_layout != now.kept:
-            staging = now.staging[0], _Staging(content.kept_layout)
+            staging = now.staging[0], Staging(content.kept_layout)
             now = replace(now, kept=content.kept_layout, staging=staging)
         for part, tensors in zip(now.staging, (content.averaged, content.kept), strict=True):
             part.copy(tensors)
@@ -310,7 +272,7 @@ class DiskStore(Store):
             after,
             snapshots=tuple(content.snapshot for content in contents),
             rows=tuple(rows),
-            staging=(_Staging(averaged), _Staging(kept)),
+            staging=(Staging(averaged), Staging(kept)),
         )
         manifest = self._manifest(after, after.rows)
         self._commit(after, lambda: self._write_manifest(manifest))
@@ -329,14 +291,14 @@ class DiskStore(Store):
         return self._mapped(kept_file, self._files.kept)
 
     def shared_flats(self, snapshot: Snapshot) -> tuple[list[Tensor], list[Tensor]]:
-        """Not guarded: whoever reads zeros of a file that was truncated would not notice."""
+        """The files, memory-mapped on their own."""
         self.wait()
         now = self._files
         newest = now.row(now.snapshots[-1])
         assert newest.kept_file is not None
         parts = ((now.row(snapshot).file, now.averaged), (newest.kept_file, now.kept))
         averaged, kept = (
-            _flats(map_privately(self.folder / name), self._verify(name, layout), layout)
+            map_unguarded(self.folder / name, self._verify(name, layout), layout)
             for name, layout in parts
         )
         return averaged, kept
@@ -444,7 +406,7 @@ class DiskStore(Store):
     def _write_now(
         self, name: str, layout: FlatLayout, tensors: Mapping[str, Tensor], snapshot: Snapshot
     ) -> None:
-        staging = _Staging(layout.on_host())
+        staging = Staging(layout.on_host())
         staging.copy(tensors)
         staging.write(self.folder / name, snapshot)
 
@@ -473,28 +435,16 @@ class DiskStore(Store):
         if name in self._maps:
             self._require_whole(name)
         else:
-            header, source = self._verify(name, layout), open_guarded(self.folder / name)
-            buffer = map_privately(self.folder / name) if source is None else source.buffer
-            flats = _flats(buffer, header, layout)
-            self._maps[name] = _MappedFile(flats, header.file_size, source)
+            path, header = self.folder / name, self._verify(name, layout)
+            self._maps[name] = MappedFile(path, header, layout)
         return self._maps[name].flats
 
     def _require_whole(self, name: str) -> None:
-        """Refuse a file that has lost bytes since it was mapped. It is mapped again the next time.
-
-        A file that was removed is whole, as long as it is mapped.
-        """
-        mapped = self._maps[name]
         try:
-            lost = (self.folder / name).stat().st_size != mapped.size
-        except FileNotFoundError:
-            lost = False
-        if lost or (mapped.source is not None and mapped.source.damaged):
-            del self._maps[name]
-            raise StoreError(
-                f"{self.folder / name}: was truncated by another program while it was in use. "
-                "Restore it, or call averager.reset() to begin a new window."
-            )
+            self._maps[name].require_whole()
+        except StoreError:
+            del self._maps[name]  # it is mapped again the next time
+            raise
 
     def _verify(self, name: str, layout: FlatLayout) -> Header:
         path = self.folder / name
@@ -532,12 +482,3 @@ class DiskStore(Store):
             stray = half_written or is_snapshot_file(name)
             if stray and name not in used and not path.is_dir():
                 path.unlink(missing_ok=True)
-
-
-def _flats(buffer: Any, header: Header, layout: FlatLayout) -> list[Tensor]:
-    """The groups of a layout in a mapped file."""
-    flats, begin = [], 0
-    for group in layout.groups:
-        flats.append(view_flat(buffer, header, group.stored, begin, group.numel))
-        begin += group.numel * group.stored.itemsize
-    return flats

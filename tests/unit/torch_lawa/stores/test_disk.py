@@ -83,14 +83,14 @@ def test_a_later_process_goes_on(tmp_path: Path) -> None:
 
 
 def test_another_k_when_reopened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_lawa.stores import disk
+    from torch_lawa.stores import disk_files
 
     del_me = write(tmp_path, range(5), k=4)
     del del_me
     averager = LatestWeightAverager(k=2, store=DiskStore(tmp_path))
     assert averager.average()["w"].tolist() == [3.5] * 4
     with monkeypatch.context() as patch:  # a failed write forgets none of the surplus
-        patch.setattr(disk, "write_flat", lambda *_: (_ for _ in ()).throw(OSError("full")))
+        patch.setattr(disk_files, "write_flat", lambda *_: (_ for _ in ()).throw(OSError("full")))
         averager.collect({"w": torch.full((4,), 5.0), "n": torch.tensor(5)})
         with pytest.raises(StoreError, match="full"):
             averager.wait()
@@ -127,7 +127,7 @@ def test_two_averagers_on_one_folder_are_refused(tmp_path: Path) -> None:
 def test_a_failed_write_is_raised_and_the_window_before_it_is_intact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torch_lawa.stores import disk
+    from torch_lawa.stores import disk_files
 
     averager = write(tmp_path, range(3))
 
@@ -135,7 +135,7 @@ def test_a_failed_write_is_raised_and_the_window_before_it_is_intact(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(disk, "write_flat", full)
+        patch.setattr(disk_files, "write_flat", full)
         averager.collect({"w": torch.full((4,), 9.0), "n": torch.tensor(9)})
         with pytest.raises(StoreError, match=r"No space left on device.*intact"):
             averager.wait()
@@ -187,13 +187,13 @@ def test_foreign_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:
 def test_a_state_that_cannot_be_written_leaves_everything_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torch_lawa.stores import disk
+    from torch_lawa.stores import disk_files
 
     source = LatestWeightAverager(k=3)
     for value in range(10, 14):
         source.collect({"other": torch.full((9,), float(value))})
     averager = write(tmp_path, range(5))
-    original, calls = disk.write_flat, []
+    original, calls = disk_files.write_flat, []
 
     def full(*args: object, **kwargs: object) -> None:
         calls.append(args)
@@ -202,7 +202,7 @@ def test_a_state_that_cannot_be_written_leaves_everything_as_it_was(
         original(*args, **kwargs)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(disk, "write_flat", full)
+        patch.setattr(disk_files, "write_flat", full)
         with pytest.raises(StoreError, match="No space left on device"):
             averager.load_state_dict(source.state_dict())
     assert averager.average()["w"].tolist() == [3.0] * 4
@@ -293,7 +293,7 @@ def test_a_failed_write_does_not_keep_the_folder(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("torch_lawa.stores.disk.write_flat", full)
+    monkeypatch.setattr("torch_lawa.stores.disk_files.write_flat", full)
     averager.collect({"w": torch.zeros(4), "n": torch.tensor(9)})
     with pytest.raises(StoreError, match="No space left"):
         averager.wait()
@@ -333,16 +333,16 @@ def test_an_interrupted_wait_does_not_forget_the_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the next snapshot overwrites the memory that the thread is writing from."""
-    from torch_lawa.stores import disk
+    from torch_lawa.stores import disk_files
 
     averager = LatestWeightAverager(k=2, store=DiskStore(tmp_path))
-    original, may_write = disk.write_flat, threading.Event()
+    original, may_write = disk_files.write_flat, threading.Event()
 
     def slow(*arguments: object) -> None:
         assert may_write.wait(10)
         original(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(disk, "write_flat", slow)
+    monkeypatch.setattr(disk_files, "write_flat", slow)
     averager.collect({"w": torch.full((4,), 2.0)})
     interrupt = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
     interrupt.start()

@@ -178,7 +178,7 @@ class Tree(dict[object, object]):
     attributes: object = None
 
 
-class _Keys:
+class _DictKeys:
     """Puts items into dicts, of which an attack can make every access slow.
 
     Integers, and tuples of them, have hashes that can be chosen, and a dict whose keys all have
@@ -224,7 +224,7 @@ class _Keys:
 
 
 def _check_part(key: object, depth: int = 0) -> None:
-    """Allow only small integers, texts and tuples: see `_Keys`."""
+    """Allow only small integers, texts and tuples: see `_DictKeys`."""
     if isinstance(key, tuple) and depth < 3 and len(key) <= 16:
         for part in key:
             _check_part(part, depth + 1)
@@ -265,7 +265,7 @@ class _Unpickler(pickle._Unpickler):
     ) -> None:
         super().__init__(file, encoding="utf-8", errors="replace")
         self._location, self._load_storage, self._any_name = location, load_storage, any_name
-        self._keys = _Keys()
+        self._keys = _DictKeys()
         dicts = dict.fromkeys(_DICTS, self._keys.make_dict)
         self._makers: Mapping[str, Maker | None] = {**dicts, **makers}
 
