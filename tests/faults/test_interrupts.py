@@ -103,7 +103,10 @@ Act = tuple[Callable[[Case], None], Callable[[Case], Any]]
 
 def _state(case: Case) -> dict[str, Any]:
     """A saved state with another window, other counters and other shapes."""
-    other = LatestWeightAverager(k=5, schedule=copy.deepcopy(case.averager.schedule))
+    schedule = copy.deepcopy(case.averager.schedule)
+    if isinstance(schedule, Horizon):  # whose k is that of the window
+        schedule = Horizon(schedule.share, k=5)
+    other = LatestWeightAverager(k=5, schedule=schedule)
     for value in (11.0, 12.0, 13.0, 14.0, 15.0):
         other.step({"w": torch.full((9,), value), "n": torch.tensor(3)}, loss=value)
     return other.state_dict()
@@ -185,7 +188,7 @@ ACTS: dict[str, Act] = {
     "load none": (
         _full,
         lambda case: case.averager.load_state_dict(
-            LatestWeightAverager(schedule=copy.deepcopy(case.averager.schedule)).state_dict()
+            LatestWeightAverager(k=K, schedule=copy.deepcopy(case.averager.schedule)).state_dict()
         ),
     ),
     "reset": (_full, lambda case: case.averager.reset()),
