@@ -11,8 +11,21 @@ def require_replaceable(location: LocalPath, *, is_file: bool) -> None:
     """Refuse to overwrite what exists at `location` by a file, or else a folder, if that is unsafe.
 
     Of a folder, only what belongs to its checkpoint is replaced (`checkpoint_parts`) and all other
-    files stay. Another sub-folder cannot be kept in one step, so it is refused.
+    files stay. Another sub-folder cannot be kept in one step, so it is refused. Where a file system
+    cannot exchange two folders, another writer's may be missing for a moment: that is no reason.
     """
+    for last in (False, True):
+        try:
+            _require(location, is_file=is_file)
+            return
+        except (FileNotFoundError, OutputError):
+            if not location.exists():
+                return
+            if last:
+                raise
+
+
+def _require(location: LocalPath, *, is_file: bool) -> None:
     if location.is_folder() == is_file:
         there, new = ("folder", "file") if is_file else ("file", "folder")
         raise OutputError(f"{location}: is a {there}, but a {new} is written. Write elsewhere.")

@@ -253,7 +253,7 @@ def _refuse_clashes(
 def _refuse_odd(location: LocalPath) -> None:
     """Refuse names that are too long, what must not be replaced, and parents that are files."""
     require_short_name(location.path)
-    if os.path.lexists(location.path) and not location.exists():
+    if _is_odd(location.path):
         raise OutputError(
             f"{location}: this is neither a file nor a folder (a device, or a broken link). Write "
             "elsewhere."
@@ -261,6 +261,17 @@ def _refuse_odd(location: LocalPath) -> None:
     above = next((p for p in location.path.parents if os.path.lexists(p)), None)
     if above is not None and not above.is_dir():
         raise OutputError(f"{location}: {above} is not a folder. Write elsewhere.")
+
+
+def _is_odd(path: Path) -> bool:
+    """Whether something is there that is neither a file nor a folder."""
+    try:
+        found = path.lstat().st_mode  # one look: another writer may replace it meanwhile
+    except OSError:
+        return False
+    if stat.S_ISLNK(found):
+        return not (path.is_file() or path.is_dir())
+    return not (stat.S_ISREG(found) or stat.S_ISDIR(found))
 
 
 def _overlap(a: Location, b: Location) -> bool:

@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from torch_lawa import LatestWeightAverager
+from torch_lawa.checkpoints.replacement import require_replaceable
+from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import ConfigError, OutputError
 from torch_lawa.offline.average import average_checkpoints
 from torch_lawa.offline.options import AverageOptions
@@ -284,3 +286,26 @@ def test_an_export_replaces_what_its_check_allows(tmp_path: Path) -> None:
     averager.collect({"w": torch.ones(2)})
     averager.save_pretrained(folder, overwrite=True)
     assert sorted(os.listdir(folder)) == ["model.safetensors", "notes.txt"]
+
+
+@pytest.mark.parametrize("method", ["children", "is_folder"])
+def test_an_output_that_another_writer_is_replacing_is_not_an_error(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Without renameat2 the other one's result is missing between two renames."""
+    output = tmp_path / "out"
+    average_checkpoints([run], output, last=2)
+    original, aside, looks = getattr(LocalPath, method), tmp_path / "aside", []
+
+    def look(location: LocalPath) -> Any:
+        if location.path == output:
+            looks.append(location)
+            if len(looks) == 1:
+                output.rename(aside)
+            elif aside.exists():
+                aside.rename(output)
+        return original(location)
+
+    monkeypatch.setattr(LocalPath, method, look)
+    require_replaceable(LocalPath(output), is_file=False)
+    assert looks
