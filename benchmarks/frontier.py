@@ -7,11 +7,12 @@
 A RUN is `constant-RATE` (with all its landings as branches, at every budget), `linear-RATE-EPOCHS`,
 `cosine-RATE-EPOCHS` or `free-RATE` (Schedule-Free), followed by `-seed-N` (default 0). Before the
 seed there may be a weight decay, `free-10-30e-wd-2e-4`, steps of warm-up, `constant-0.1-warm-1000`,
-and wrappers, `constant-0.1-100e+sam:0.05-seed-1`. A first word `val-` holds out training images and
-evaluates on them (CIFAR-100 only). Runs are those of `lawa train`: each has folders with
-`config.json` and `metrics.jsonl`, which `lawa report` reads. `--landed 200` lets constant-rate runs
-land at these epochs instead of the study's, `--landed` alone at none. The study `cifar100-windows`
-has the same runs as `cifar100`, with windows of other spans and sizes.
+a momentum (or beta1), `constant-7e-4-m-0.85`, and wrappers, `constant-0.1-100e+sam:0.05-seed-1`. A
+first word `val-` holds out training images and evaluates on them (CIFAR-100 only). Runs are those
+of `lawa train`: each has folders with `config.json` and `metrics.jsonl`, which `lawa report` reads.
+`--landed 200` lets constant-rate runs land at these epochs instead of the study's, `--landed` alone
+at none. The study `cifar100-windows` has the same runs as `cifar100`, with windows of other spans
+and sizes.
 
 `--launch N` runs N processes at a time, in the order given; see `launcher.py`.
 """
@@ -135,7 +136,7 @@ STUDIES["cifar100-windows"] = dataclasses.replace(
 
 _NAME = re.compile(
     r"(val-)?(constant|linear|cosine|free)-([\d.e-]*\d)(?:-(\d[\d.]*)e)?"
-    r"(?:-wd-([\d.e-]*\d))?(?:-warm-(\d+))?(?:\+(.+?))?(?:-seed-(\d+))?"
+    r"(?:-wd-([\d.e-]*\d))?(?:-warm-(\d+))?(?:-m-(\d[\d.]*))?(?:\+(.+?))?(?:-seed-(\d+))?"
 )
 
 
@@ -144,7 +145,7 @@ def plan_run(study: Study, name: str, data: Path, out: Path, *, smoke: bool) -> 
     found = _NAME.fullmatch(name)
     if found is None:
         raise SystemExit(f"{name}: not a run, such as constant-1e-3-seed-0 or cosine-1e-3-0.5e")
-    held_out, kind, rate, epochs, weight_decay, warm, wrap, seed = found.groups()
+    held_out, kind, rate, epochs, weight_decay, warm, momentum, wrap, seed = found.groups()
     recipe = find_recipe(study.recipe)
     settings = {
         **(recipe.smoke_values if smoke else {}),
@@ -158,6 +159,7 @@ def plan_run(study: Study, name: str, data: Path, out: Path, *, smoke: bool) -> 
         **({"evaluate_at": study.evaluate_at} if kind in ("constant", "free") else {}),
         **(study.free if kind == "free" else {}),
         **({"warmup_steps": int(warm)} if warm else {}),
+        **({"momentum": float(momentum)} if momentum else {}),
         **({"held_out": 5000} if held_out and not smoke else {}),
         **({"methods": ("growing-ema:0.1",)} if held_out and kind == "constant" else {}),
     }
