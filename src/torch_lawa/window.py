@@ -321,9 +321,11 @@ class Window:
 
     def contents(self) -> list[Content]:
         """Every snapshot as named views into the store, oldest first; all with the newest kept."""
-        found = [(s, *self.store.shared_flats(s)) for s in self.snapshots]
-        newest = self.kept.views(found[-1][2]) if found else {}
-        return [Content(s, self.averaged.views(flats), newest) for s, flats, _ in found]
+        newest = self.kept.views(self.store.shared_kept_flats()) if self.snapshots else {}
+        return [
+            Content(s, self.averaged.views(self.store.shared_flats(s)), newest)
+            for s in self.snapshots
+        ]
 
     def load(
         self,

@@ -151,9 +151,9 @@ def plan_sweep(
 
     A window is planned where all of its k checkpoints exist. Each share of the steps in `horizons`
     gives windows, too, of all checkpoints within it, where these are at least two; a share without
-    any window is left out with a note. Results are
-    single safetensors files with the BatchNorm statistics of their newest checkpoint, so `layout`,
-    `max_shard_size` and `buffers` of the options do not apply.
+    any window is left out with a note. Results are single safetensors files with the BatchNorm
+    statistics of their newest checkpoint, so `layout`, `max_shard_size` and `buffers` of the
+    options do not apply.
     """
     wrong = [k for k in ks if k < 1 or list(ks).count(k) > 1]
     if wrong or not (ks or horizons):

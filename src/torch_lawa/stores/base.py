@@ -352,9 +352,13 @@ class Store(ABC):
     def kept_flats(self) -> list[Tensor]:
         """The flat buffers of the kept tensors, from the newest snapshot."""
 
-    def shared_flats(self, snapshot: Snapshot) -> tuple[list[Tensor], list[Tensor]]:
-        """The flat buffers of a snapshot and of the kept tensors, for use after `check_read`."""
-        return self.flats(snapshot), self.kept_flats()
+    def shared_flats(self, snapshot: Snapshot) -> list[Tensor]:
+        """As `flats`, for callers who keep them, and read them after `check_read`."""
+        return self.flats(snapshot)
+
+    def shared_kept_flats(self) -> list[Tensor]:
+        """As `kept_flats`, for such callers."""
+        return self.kept_flats()
 
     def check_read(self) -> None:
         """Raise if what was read from `flats` or `kept_flats` may be wrong."""

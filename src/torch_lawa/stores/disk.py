@@ -286,22 +286,26 @@ class DiskStore(Store):
     def kept_flats(self) -> list[Tensor]:
         """The kept tensors' file, memory-mapped."""
         self.wait()
-        kept_file = self._files.row(self._files.snapshots[-1]).kept_file
-        assert kept_file is not None
-        return self._mapped(kept_file, self._files.kept)
+        return self._mapped(self._kept_file, self._files.kept)
 
-    def shared_flats(self, snapshot: Snapshot) -> tuple[list[Tensor], list[Tensor]]:
-        """The files, memory-mapped on their own."""
+    def shared_flats(self, snapshot: Snapshot) -> list[Tensor]:
+        """The snapshot's file, memory-mapped on its own."""
         self.wait()
-        now = self._files
-        newest = now.row(now.snapshots[-1])
-        assert newest.kept_file is not None
-        parts = ((now.row(snapshot).file, now.averaged), (newest.kept_file, now.kept))
-        averaged, kept = (
-            map_unguarded(self.folder / name, self._verify(name, layout), layout)
-            for name, layout in parts
-        )
-        return averaged, kept
+        return self._map_unguarded(self._files.row(snapshot).file, self._files.averaged)
+
+    def shared_kept_flats(self) -> list[Tensor]:
+        """The kept tensors' file, memory-mapped on its own."""
+        self.wait()
+        return self._map_unguarded(self._kept_file, self._files.kept)
+
+    @property
+    def _kept_file(self) -> str:
+        found = self._files.row(self._files.snapshots[-1]).kept_file
+        assert found is not None
+        return found
+
+    def _map_unguarded(self, name: str, layout: FlatLayout) -> list[Tensor]:
+        return map_unguarded(self.folder / name, self._verify(name, layout), layout)
 
     def check_read(self) -> None:
         """Raise if a file that is mapped was truncated."""
