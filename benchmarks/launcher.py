@@ -84,8 +84,9 @@ def run_one(run: BudgetedRun) -> None:
     train(
         run.plan, run.folder, worker, save_minutes=1e6, branches=run.branches, callback=Lines(name)
     )
-    for part in run.parts:  # large, and not needed
+    for part in run.parts:  # large, and not needed: what is left are rows, which a record can hold
         part.folder.checkpoint.unlink(missing_ok=True)
+        part.folder.averaged.unlink(missing_ok=True)
     (run.folder.path / "finished").write_text(f"{time.perf_counter() - begin:.1f} s\n")
 
 
