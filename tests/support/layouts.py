@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from torch_lawa.checkpoints.find.select import Discovery
+from torch_lawa.checkpoints.find.discovery import Discovery
 
 
 def make(root: Path, names: Iterable[str]) -> Path:

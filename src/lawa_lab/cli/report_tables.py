@@ -1,4 +1,8 @@
-"""A report in the terminal: tables that fit 80 columns, and show more on a wider terminal."""
+"""A report in the terminal: tables that fit 80 columns, and show more on a wider terminal.
+
+A metric with a frontier is about a screen: its headline and its two tables. Everything else, such
+as every average of each run, is on the page and in the JSON.
+"""
 
 import textwrap
 from collections.abc import Sequence
@@ -28,36 +32,54 @@ __all__ = [
 
 RAW_STYLE, AVERAGED_STYLE = "dark_orange", "dodger_blue1"
 _WIDE = 100  # columns from which on the range over seeds and the steps are shown too
+_DEFINITIONS = (
+    "Largest: the largest saving at any value that both reached in every seed; a maximum, so it is "
+    "optimistic. Final, best: the saving at the baseline's own last and best value, each seed with "
+    "its own. ±: standard deviation over seeds. Time includes every cost of averaging. The page "
+    "(-o) defines each number."
+)
+_NOT_SHOWN = (
+    "Time saved includes every cost of averaging. All other tables (every average, raw weights, "
+    "forecasts, where averaging lost), the figures and definitions are on the page: -o FOLDER. "
+    "`lawa report RUN` prints the tables of one run, and --json prints everything."
+)
 _WHAT = {"headline": "largest", "final": "final", "best": "best"}
 
 
 def show_report(report: Report, console: Console) -> None:
-    """Print every table and sentence."""
+    """Print the frontier of each metric, or without one all tables about single runs."""
     for recipe in report.recipes:
         for metric in recipe.metrics:
             title = f"{recipe.recipe}: {words.plain(metric.metric.name)}"
             console.rule(Text(title, style="bold"), align="left", style="dim")
-            _show_metric(metric, recipe, console)
+            console.print()
+            if metric.frontier is not None:
+                _show_frontier(metric.metric, metric.frontier, recipe, console)
+            if not _compared(metric):
+                _show_runs(metric, recipe, console)
         for note in recipe.notes:
             say(console, note, bullet="- ")
     console.print()
-    say(
-        console,
-        "Largest: the largest saving at any value that both reached in every seed; a maximum, so "
-        "it is optimistic. Final, best: the saving at the baseline's own last and best value, each "
-        "seed with its own. ±: standard deviation over seeds. Time includes every cost of "
-        "averaging. The page (-o) defines each number.",
-    )
+    compared = {_compared(metric) for recipe in report.recipes for metric in recipe.metrics}
+    if False in compared:
+        say(console, _DEFINITIONS)
+    if True in compared:
+        say(console, _NOT_SHOWN)
 
 
-def _show_metric(report: MetricReport, recipe: RecipeReport, console: Console) -> None:
+def _compared(report: MetricReport) -> bool:
+    """Whether averages are compared with annealed runs; single runs are then left to the page."""
+    return report.frontier is not None and report.frontier.headline is not None
+
+
+def _show_runs(report: MetricReport, recipe: RecipeReport, console: Console) -> None:
+    """What averaging saved inside each run."""
     wide = console.width >= _WIDE
     several = len({row.run for row in report.runs}) > 1
     own = report.own()
     if report.frontier is not None:
-        _show_frontier(report.metric, report.frontier, recipe, console)
+        console.print("Inside one run\n", style="bold")
     if own:
-        console.print()
         say(console, words.finding(recipe.recipe, report.metric, own[0]))
     for row in own:
         console.print()
@@ -95,20 +117,19 @@ def _show_frontier(
     metric: Metric, frontier: Frontier, recipe: RecipeReport, console: Console
 ) -> None:
     """Annealed runs against anytime averages; what follows is about single runs."""
-    console.print()
     say(console, frontier_words.headline(recipe.recipe, metric, frontier))
-    say(console, frontier_words.leads(metric, frontier))
+    if leads := frontier_words.leads(metric, frontier):
+        say(console, leads)
     console.print("\nQuality at equal budget", style="bold")
     _put(console, equal_budget_table(metric, frontier, wide=console.width >= _WIDE))
     if any(row.main for row in frontier.equal_quality):
-        title = f"Budget at equal quality ({say_axis(frontier.axis)})"
+        unit = say_axis(frontier.axis)
+        title = f"Budget at equal quality ({unit} until the average has the final value, by seed)"
         console.print(title, style="bold")
         _put(console, equal_quality_table(metric, frontier))
-    for forecast in frontier.forecasts:
-        say(console, frontier_words.forecast(metric, forecast))
     for note in frontier_words.notes(metric, frontier):
         say(console, note)
-    console.print("\nInside one run", style="bold")
+    console.print()
 
 
 def equal_budget_table(metric: Metric, frontier: Frontier, *, wide: bool = False) -> Table:
@@ -135,8 +156,7 @@ def equal_quality_table(metric: Metric, frontier: Frontier) -> Table:
     counted = any(row.saving.gpu_hours for row in rows)
     table = _table()
     table.add_column("annealed run")
-    reached = f"{say_axis(frontier.axis, 1)} at which the average reaches it (by seed)"
-    heads = ["final", "its length", reached, "saved"]
+    heads = ["final", "its length", "reached at", "saved"]
     for name in [*heads, *["time saved"] * timed, *["GPU-h"] * counted]:
         table.add_column(name, justify="right")
     for row in rows:

@@ -32,7 +32,10 @@ class BudgetedRun:
 def plan_budgets(
     plan: RunPlan, budgets: Sequence[int | float], path: Path, *, if_used: IfUsed
 ) -> list[BudgetedRun]:
-    """The runs for these numbers of epochs, each in a folder inside `path`."""
+    """The runs for these numbers of epochs, each in a folder inside `path`.
+
+    A constant-rate run that is resumed may get more budgets, larger than those it has.
+    """
     if not budgets or min(budgets) <= 0 or len(set(budgets)) != len(budgets):
         raise ConfigError(
             f"--budgets {','.join(map(str, budgets))}: give distinct, positive numbers of epochs, "
@@ -46,9 +49,30 @@ def plan_budgets(
     config = plan.config
     if config.schedule != "constant":
         return [BudgetedRun(*make(f"epochs-{budget:g}", epochs=budget)) for budget in budgets]
-    trunk = make("constant", epochs=max(budgets), land=0.0, evaluate_at=tuple(budgets))
+    trunk = make("constant", epochs=max(budgets), land=0.0, evaluate_at=tuple(sorted(budgets)))
+    if if_used == "resume":
+        _refuse_other_budgets(*trunk)
     if not config.land:
         return [BudgetedRun(*trunk)]
     shape = "" if config.land_shape == "linear" else f"-{config.land_shape}"
     name = f"landing-{config.land:g}{shape}-epochs-"
     return [BudgetedRun(*trunk, [Branch(*make(f"{name}{b:g}", epochs=b)) for b in sorted(budgets)])]
+
+
+def _refuse_other_budgets(plan: RunPlan, folder: RunFolder) -> None:
+    """Raise if only the budgets differ from those of the run in the folder, and not by larger ones.
+
+    Other differences are named when the folder is reserved.
+    """
+    if not folder.is_run:
+        return
+    there = folder.read_plan()
+    if plan == there or plan.extends(there) or not plan.differs_only_in_length(there):
+        return
+    now, before = (",".join(f"{b:g}" for b in p.config.evaluate_at) for p in (plan, there))
+    largest = f"{there.config.epochs:g}"
+    raise ConfigError(
+        f"--budgets {now}: {folder.path} was trained with --budgets {before}. Only numbers larger "
+        f"than {largest} can be added when it is resumed, such as --budgets {before},"
+        f"{2 * there.config.epochs:g}. Or choose another folder with -o."
+    )

@@ -156,8 +156,10 @@ def train(
             folder.begin(plan, world_size=worker.world_size)
         worker.barrier("the beginning of the run")
         resumed = trainer.load(folder)
+        _refuse_missed(trainer, branches, folder)
         writer = None
         if worker.rank == 0:
+            folder.extend(plan, world_size=worker.world_size)
             folder.cut(trainer.step if resumed else -1, epochs=plan.config.epochs)
             writer = stack.enter_context(MetricsWriter(folder.metrics))
         options = _LoopOptions(
@@ -252,12 +254,38 @@ def _reached_before(trainer: Trainer, folder: RunFolder, until: Target | None) -
     return found or ({} if ranks else None)
 
 
+def _first_step(trainer: Trainer, branch: Branch) -> int:
+    """The step of the trunk from which a branch starts."""
+    config = branch.plan.config
+    return first_landing_step(config, trainer.count_steps(config.epochs))
+
+
+def _refuse_missed(trainer: Trainer, branches: Sequence[Branch], folder: RunFolder) -> None:
+    """Raise if a resumed run is past the step where a branch starts that is not done."""
+    missed = [
+        branch.plan.config
+        for branch in branches
+        if _first_step(trainer, branch) < trainer.step and not branch.folder.averaged.exists()
+    ]
+    if missed:
+        land, past = missed[0].land, trainer.epoch
+        raise ConfigError(
+            f"--land {land:g}: {folder.path} is already at epoch {past:g}, and the decay of "
+            f"{_say_epochs([config.epochs for config in missed])} would start before that. "
+            f"Budgets of {math.ceil(past / (1 - land))} epochs or more can be added to it. Train "
+            "the others in another folder (-o)."
+        )
+
+
+def _say_epochs(epochs: Sequence[float]) -> str:
+    *others, last = (f"{number:g}" for number in epochs)
+    return f"{', '.join(others)} and {last} epochs" if others else f"{last} epochs"
+
+
 def _train_branches(trainer: Trainer, branches: Sequence[Branch], options: "_LoopOptions") -> bool:
     """Train the branches that start at this step and are not done; whether a stop was requested."""
     for branch in branches:
-        config = branch.plan.config
-        begins = first_landing_step(config, trainer.count_steps(config.epochs))
-        if trainer.step != begins or branch.folder.averaged.exists():
+        if trainer.step != _first_step(trainer, branch) or branch.folder.averaged.exists():
             continue
         if trainer.worker.rank == 0:
             branch.folder.clear()  # of a branch that was interrupted

@@ -51,14 +51,19 @@ class RunPlan:
     def extends(self, other: "RunPlan") -> bool:
         """Whether this is the other plan with more epochs at a constant rate, without a landing.
 
-        Nothing that the other run has done depends on its length.
+        Nothing that the other run has done depends on its length. Evaluations may be added after
+        its end.
         """
-        config = self.config
-        longer = config.epochs > other.config.epochs
-        if not longer or config.schedule != "constant" or config.land:
+        config, epochs = self.config, other.config.epochs
+        if config.epochs <= epochs or config.schedule != "constant" or config.land:
             return False
-        epochs = other.config.epochs
-        return dataclasses.replace(self, config=dataclasses.replace(config, epochs=epochs)) == other
+        before = tuple(at for at in config.evaluate_at if at <= epochs)
+        return before == other.config.evaluate_at and self.differs_only_in_length(other)
+
+    def differs_only_in_length(self, other: "RunPlan") -> bool:
+        """Whether the plans are equal but for their epochs, and those that are evaluated."""
+        length = {name: getattr(other.config, name) for name in ("epochs", "evaluate_at")}
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, **length)) == other
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as in `config.json`."""
@@ -136,9 +141,14 @@ class RunFolder:
         self._check(plan)  # again: another run may have started while the data was loaded
         if self.used and self._if_used == "overwrite":
             self.clear()
-        if not self.used or plan.extends(self.read_plan()):
+        if not self.used:
             self.write_plan(plan, {"world_size": world_size})
         self.recover()
+
+    def extend(self, plan: RunPlan, *, world_size: int) -> None:
+        """Write the plan, if it extends that of the run in the folder."""
+        if plan.extends(self.read_plan()):
+            self.write_plan(plan, {"world_size": world_size})
 
     def _check(self, plan: RunPlan) -> None:
         if not self.used:

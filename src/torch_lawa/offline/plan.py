@@ -9,8 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch_lawa.checkpoints.find.discovery import (
+    Discovery,
+    FoundCheckpoint,
+    find_checkpoints,
+    select,
+)
 from torch_lawa.checkpoints.find.scores import Mode, choose_best
-from torch_lawa.checkpoints.find.select import Discovery, FoundCheckpoint, find_checkpoints, select
 from torch_lawa.checkpoints.find.step_names import few
 from torch_lawa.checkpoints.formats.base import Checkpoint
 from torch_lawa.checkpoints.formats.huggingface import read_json

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_lawa.checkpoints.find.select import (
+from torch_lawa.checkpoints.find.discovery import (
     FoundCheckpoint,
     find_checkpoints,
     require_number,

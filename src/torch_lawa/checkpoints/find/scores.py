@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from torch_lawa.checkpoints.find.select import Discovery, FoundCheckpoint
+from torch_lawa.checkpoints.find.discovery import Discovery, FoundCheckpoint
 from torch_lawa.checkpoints.find.step_names import few, stem_of
 from torch_lawa.checkpoints.formats.huggingface import read_json
 from torch_lawa.checkpoints.storage.paths import Location

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch_lawa.checkpoints.find.discovery import FoundCheckpoint, find_checkpoints
 from torch_lawa.checkpoints.find.expand import POINTERS
-from torch_lawa.checkpoints.find.select import FoundCheckpoint, find_checkpoints
 from torch_lawa.checkpoints.find.step_names import few, parse_name
 from torch_lawa.checkpoints.formats.base import (
     Checkpoint,

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from torch_lawa.checkpoints.find.select import FoundCheckpoint
+from torch_lawa.checkpoints.find.discovery import FoundCheckpoint
 from torch_lawa.checkpoints.find.step_names import few
 from torch_lawa.errors import ConfigError, FormatError, LawaError
 from torch_lawa.offline.watch.checkpoint_files import LiveCheckpoint, open_live, signature_of

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_lawa.checkpoints.find.select import FoundCheckpoint
+from torch_lawa.checkpoints.find.discovery import FoundCheckpoint
 from torch_lawa.checkpoints.formats.base import Checkpoint
 from torch_lawa.checkpoints.formats.huggingface import find_weights_file
 from torch_lawa.checkpoints.formats.registry import checkpoint_parts, open_checkpoint

@@ -4,8 +4,8 @@ import os
 import re
 from pathlib import Path
 
+from torch_lawa.checkpoints.find.discovery import Discovery, FoundCheckpoint, find_checkpoints
 from torch_lawa.checkpoints.find.folders import examine_run
-from torch_lawa.checkpoints.find.select import Discovery, FoundCheckpoint, find_checkpoints
 from torch_lawa.checkpoints.find.step_names import parse_name
 from torch_lawa.checkpoints.storage.paths import LocalPath, is_url, parse_location
 from torch_lawa.errors import ConfigError, FormatError, OutputError

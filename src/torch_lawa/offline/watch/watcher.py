@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch_lawa.checkpoints.find.select import Discovery, select
+from torch_lawa.checkpoints.find.discovery import Discovery, select
 from torch_lawa.checkpoints.formats.registry import checkpoint_parts
 from torch_lawa.checkpoints.storage.atomic import publish, recover, remove, require_short_name
 from torch_lawa.checkpoints.storage.paths import LocalPath

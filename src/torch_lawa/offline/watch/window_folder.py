@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from torch_lawa.checkpoints.find.select import FoundCheckpoint
+from torch_lawa.checkpoints.find.discovery import FoundCheckpoint
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.storage.atomic import TEMPORARY, remove, replacing, sync_folder
 from torch_lawa.checkpoints.storage.folder_lock import LOCK, FolderLock

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch_lawa.checkpoints.find.select import FoundCheckpoint
+from torch_lawa.checkpoints.find.discovery import FoundCheckpoint
 from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.checkpoints.storage.state_files import (
     StateRow,

@@ -21,7 +21,8 @@ METHODS = ("growing-ema:0.1", "horizon:0.5:4:0.6")
 
 def landing_plan(**changes: Any) -> RunPlan:
     changes = {"ks": (2,), "epochs": 3, "schedule": "constant", "land": 0.5, **changes}
-    return smoke_plan("digits", methods=METHODS, quantize=(8,), horizon=0.5, samples=2, **changes)
+    changes = {"methods": METHODS, "quantize": (8,), "horizon": 0.5, "samples": 2, **changes}
+    return smoke_plan("digits", **changes)
 
 
 def test_a_branch_has_the_rows_of_a_run_of_its_own(tmp_path: Path) -> None:
@@ -45,6 +46,42 @@ def test_a_branch_has_the_rows_of_a_run_of_its_own(tmp_path: Path) -> None:
     run(landing_plan(land=0.0, evaluate_at=(1.5, 3)), tmp_path / "plain")
     assert rows_of(tmp_path / "all" / "constant") == rows_of(tmp_path / "plain")
     assert {row["epoch"] for row in rows_of(tmp_path / "plain")} == {1, 1.5, 2, 3}
+
+
+def train_budgets(plan: RunPlan, budgets: list[float], path: Path, stop_at: int = -1) -> None:
+    for own in plan_budgets(plan, budgets, path, if_used="resume"):
+        at = StopAt(stop_at)
+        train(own.plan, own.folder, Worker(), branches=own.branches, callback=at)
+
+
+@pytest.mark.parametrize("stop", [-1, 10])
+def test_larger_budgets_are_added_to_a_constant_rate_run(stop: int, tmp_path: Path) -> None:
+    """Finished or stopped, all rows are those of a run that had every budget from the start."""
+    plan = landing_plan(quantize=())  # the rows of a run's end have more values with it
+    train_budgets(plan, [1.5, 1], tmp_path / "added", stop_at=stop)
+    train_budgets(plan, [1, 1.5, 3], tmp_path / "added")
+    train_budgets(plan, [3, 1.5, 1], tmp_path / "whole")
+    folders = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert len(folders) == 4
+    for name in folders:
+        assert rows_of(tmp_path / "added" / name) == rows_of(tmp_path / "whole" / name)
+
+
+def test_a_landing_that_would_start_in_the_past_is_refused(tmp_path: Path) -> None:
+    """It was left out in silence. The run in the folder stays what it was."""
+    train_budgets(landing_plan(land=0.0), [1, 2], tmp_path)
+    for budgets, missed in (([1, 2], "1 and 2 epochs"), ([1, 2, 3], "1, 2 and 3 epochs")):
+        with pytest.raises(ConfigError, match=f"{missed} .* Budgets of 4 epochs or more"):
+            train_budgets(landing_plan(), budgets, tmp_path)
+    assert RunFolder(tmp_path / "constant").read_plan().config.epochs == 2
+    train_budgets(landing_plan(land=0.0), [1, 2], tmp_path)
+
+
+@pytest.mark.parametrize("budgets", [[1, 1.5, 2], [2], [1, 3], [1]])
+def test_budgets_that_cannot_be_added_are_refused(budgets: list[float], tmp_path: Path) -> None:
+    train_budgets(landing_plan(land=0.0), [1, 2], tmp_path)
+    with pytest.raises(ConfigError, match=r"larger than 2 .* --budgets 1,2,4"):
+        train_budgets(landing_plan(land=0.0), budgets, tmp_path)
 
 
 def test_annealed_budgets_are_runs_of_their_own_and_a_constant_rate_serves_all(

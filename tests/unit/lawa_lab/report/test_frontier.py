@@ -361,13 +361,34 @@ def test_the_page_begins_with_the_frontier_and_goes_on_inside_one_run(tmp_path: 
     assert "Run against run" not in page
 
 
+def shown(report: Report, width: int = 80) -> str:
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    show_report(report, console)
+    return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_tables_fit_the_terminal(tmp_path: Path, width: int) -> None:
     report = report_on(tmp_path, frontier_rows())
-    console = Console(width=width, file=io.StringIO(), color_system=None)
-    show_report(report, console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = shown(report, width)
     assert all(len(line) <= width for line in text.splitlines())
-    for part in ("Quality at equal budget", "Budget at equal quality", "not reached", "Forecast"):
+    for part in ("Quality at equal budget", "Budget at equal quality", "not reached", "-o FOLDER"):
         assert part in text
-    assert text.index("Budget at equal quality") < text.index("Inside one run")
+
+
+def test_the_terminal_leaves_single_runs_to_the_page(tmp_path: Path) -> None:
+    """A reader of several runs wants a screen per metric, not every table."""
+    report = report_on(tmp_path, frontier_rows())
+    text = shown(report)
+    num_metrics = len(report.recipes[0].metrics)
+    assert len(text.splitlines()) <= 40 * num_metrics + 10
+    assert "Raw weights" not in text
+    assert "Where averaging lost" not in text
+
+
+def test_annealed_runs_alone_are_shown_one_by_one(tmp_path: Path) -> None:
+    """There is nothing to compare them with, so what is inside each run is all there is."""
+    annealed = [row for row in frontier_rows() if row["schedule"] != "constant"]
+    text = shown(report_on(tmp_path, annealed))
+    assert text.index("Quality at equal budget") < text.index("Inside one run")
+    assert "Raw weights" in text

@@ -7,8 +7,8 @@ import fsspec
 import pytest
 from support.layouts import hugging_face, make, names, save
 
-from torch_lawa.checkpoints.find import select as module
-from torch_lawa.checkpoints.find.select import Discovery, FoundCheckpoint, find_checkpoints
+from torch_lawa.checkpoints.find import discovery as module
+from torch_lawa.checkpoints.find.discovery import Discovery, FoundCheckpoint, find_checkpoints
 from torch_lawa.checkpoints.formats.base import TrainingProgress
 from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import ConfigError, FormatError

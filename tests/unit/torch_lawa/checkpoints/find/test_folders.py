@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.layouts import hugging_face, make, names
 
-from torch_lawa.checkpoints.find.select import FoundCheckpoint, find_checkpoints
+from torch_lawa.checkpoints.find.discovery import FoundCheckpoint, find_checkpoints
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location
 
 # layout -> files, what is found (oldest first), ordered by, what the notes speak of

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.layouts import hugging_face, make
 
-from torch_lawa.checkpoints.find.select import find_checkpoints
+from torch_lawa.checkpoints.find.discovery import find_checkpoints
 from torch_lawa.errors import FormatError
 
 REFUSED: dict[str, tuple[list[str], str]] = {

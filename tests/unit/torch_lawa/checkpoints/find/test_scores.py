@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_lawa import average_checkpoints, inspect_checkpoint, plan_average, plan_sweep
+from torch_lawa.checkpoints.find.discovery import Discovery, FoundCheckpoint
 from torch_lawa.checkpoints.find.scores import choose_best, find_scores, mode_of
-from torch_lawa.checkpoints.find.select import Discovery, FoundCheckpoint
 from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
 from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.cli.main import lawa

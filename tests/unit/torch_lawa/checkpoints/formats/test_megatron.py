@@ -21,7 +21,7 @@ from support.models import same_bits
 from torch import Tensor
 
 from torch_lawa import AverageOptions, average_checkpoints, inspect_checkpoint, sweep_checkpoints
-from torch_lawa.checkpoints.find.select import find_checkpoints
+from torch_lawa.checkpoints.find.discovery import find_checkpoints
 from torch_lawa.checkpoints.formats.megatron import MegatronCheckpoint
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.formats.safetensors_torch import dtype_of

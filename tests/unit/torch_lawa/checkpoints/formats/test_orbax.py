@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from support.damage import damaged_documents
 
 from torch_lawa import AverageOptions, average_checkpoints
-from torch_lawa.checkpoints.find.select import find_checkpoints
+from torch_lawa.checkpoints.find.discovery import find_checkpoints
 from torch_lawa.checkpoints.formats.base import TensorSpec
 from torch_lawa.checkpoints.formats.orbax import Rows
 from torch_lawa.checkpoints.formats.orbax_tree import choose_weights, find_step, read_items

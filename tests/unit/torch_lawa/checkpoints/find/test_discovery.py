@@ -1,4 +1,4 @@
-"""Which of the checkpoints that were found are taken."""
+"""Which of the checkpoints that were found are selected."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 from support.layouts import save
 
-from torch_lawa.checkpoints.find.select import Discovery, FoundCheckpoint, find_checkpoints, select
+from torch_lawa.checkpoints.find.discovery import (
+    Discovery,
+    FoundCheckpoint,
+    find_checkpoints,
+    select,
+)
 from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import ConfigError
 
