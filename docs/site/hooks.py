@@ -188,7 +188,7 @@ def _command_reference() -> str:
 
 def _format_reference() -> str:
     registry = importlib.import_module("torch_lawa.checkpoints.formats.registry")
-    coefficients = importlib.import_module("torch_lawa.coefficients")
+    rules = importlib.import_module("torch_lawa.coefficients.registry")._RULES
     schedules = importlib.import_module("torch_lawa.schedule")
     lines = [
         "# Formats, coefficients, schedules",
@@ -205,7 +205,7 @@ def _format_reference() -> str:
         written = "yes" if known.writer else "as safetensors"
         lines.append(f"| {known.title} | {known.description} | {suffixes} | yes | {written} |")
     lines += ["", "## Coefficient rules", ""]
-    lines += [f"- `{e.usage}` {e.help}" for e in coefficients._RULES.values()]
+    lines += [f"- `{e.usage}` {e.help}" for e in rules.values()]
     lines += ["", "## Schedules", ""]
     lines += [f"- `{e.usage}` {e.help}" for e in schedules.SCHEDULES.values()]
     return "\n".join(lines) + "\n"

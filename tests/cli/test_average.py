@@ -72,6 +72,22 @@ def test_provenance_is_inside(run: Path, lawa: Lawa) -> None:
     assert list(made["inputs"][1]["sha256"].values()) == [newest]
 
 
+@pytest.mark.parametrize(
+    ("rule", "weights"), [("recency:2", [1, 4, 9]), ("trend:0.5", [-2, 1, 4]), ("blend:1", [1] * 3)]
+)
+def test_rules_of_lawa_train(run: Path, lawa: Lawa, rule: str, weights: list[int]) -> None:
+    """Those with which the lab's recipes compare; `lawa train` takes them from the same table."""
+    done = lawa("average", "run", "--last", 3, "-o", "m.safetensors", "--coefficients", rule)
+    assert done[0] == 0, done[2]
+    files = [load_file(run / f"step_{step}.safetensors")["w"].double() for step in (300, 400, 500)]
+    expected = sum(w * file for w, file in zip(weights, files, strict=True)) / sum(weights)
+    torch.testing.assert_close(load_file("m.safetensors")["w"], expected.float())
+    assert rule in lawa("inspect", "m.safetensors")[1]
+    code, said, _ = lawa("average", "--help")
+    assert code == 0
+    assert f"{rule.split(':')[0]}:" in said
+
+
 def test_a_dry_run_writes_nothing(run: Path, lawa: Lawa) -> None:
     code, said, _ = lawa("average", "run", "--last", 2, "-o", "m", "--dry-run")
     assert code == 0

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lawa_lab.methods.fitting import FittingData
-from lawa_lab.methods.rules import Recency
 from torch_lawa.averager import LatestWeightAverager
-from torch_lawa.coefficients import Weights
+from torch_lawa.coefficients import Recency, Weights
 from torch_lawa.errors import ConfigError, NotReadyError, StateError
 
 __all__ = [

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from lawa_lab.methods import rules as rules  # registers them
 from lawa_lab.methods.registry import METHODS, parse_method
 from lawa_lab.registry import typed_entries
 from lawa_lab.wrappers.registry import WRAPPERS, name_wrapped, parse_wrappers

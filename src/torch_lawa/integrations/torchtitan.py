@@ -158,10 +158,15 @@ class AveragedTrainerMixin:
         logger.info(f"Saved the average of {self.describe_average()} to {folder}.")
 
     def _check_export(self, *, to_hf: bool) -> None:
-        if not self.checkpointer.enable or (to_hf and self.checkpointer.sd_adapter is None):
+        if not self.checkpointer.enable:
             raise ConfigError(
-                "the average is written by torchtitan's checkpoint manager: set checkpoint.enable, "
-                "and export to Hugging Face only a model that has a state dict adapter."
+                "the average is written by torchtitan's checkpoint manager, which is disabled: set "
+                "checkpoint.enable, or averager.export to none."
+            )
+        if to_hf and self.checkpointer.sd_adapter is None:
+            raise ConfigError(
+                "this model has no state dict adapter, so its average cannot be written in the "
+                "format of Hugging Face: set averager.export to dcp."
             )
 
     def swapped(self) -> AbstractContextManager[None]:

@@ -140,6 +140,13 @@ class ImageTask(Classification):
             )
         return values
 
+    def evaluated_sets(self) -> dict[str, Iterator[ImagesAndLabels]]:
+        """The batches that `evaluate` reads, by the prefix of their metrics."""
+        sets = {self._prefix: self._normalized(*self._test)}
+        if self._official is not None:
+            sets["test"] = self._normalized(*self._official)
+        return sets
+
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """An epoch in random order; the last partial batch is dropped."""
         share, rank = self._worker.share(self._batch_size), self._worker.rank

@@ -247,3 +247,15 @@ def test_a_net_learns() -> None:
     after = made.evaluate(model)
     assert after["test_loss"] < 0.5 * before["test_loss"]
     assert after["test_accuracy"] > 0.9
+
+
+def test_evaluated_sets_are_what_is_evaluated() -> None:
+    held_out, official = images(num_test=13), images(num_test=9)
+    made = task(images=held_out, prefix="valid", official=official, evaluate_batch_size=5)
+    sets = {name: list(batches) for name, batches in made.evaluated_sets().items()}
+    assert [len(labels) for _, labels in sets["valid"]] == [5, 5, 3]
+    for name, data in (("valid", held_out), ("test", official)):
+        pixels, labels = (torch.cat(parts) for parts in zip(*sets[name], strict=True))
+        torch.testing.assert_close(pixels, normalize(data.test_images, *statistics(held_out)))
+        assert torch.equal(labels, data.test_labels)
+    assert task().evaluated_sets().keys() == {"test"}

@@ -1,10 +1,15 @@
-"""The lab's coefficient rules: typed, and equal to what they are named after."""
+"""The rules `recency` and `trend`: equal to what they are named after."""
 
 import numpy as np
 import pytest
 
-from lawa_lab.methods.rules import Recency, Trend
-from torch_lawa.coefficients import Uniform, name_coefficients, parse_coefficients
+from torch_lawa.coefficients import (
+    Recency,
+    Trend,
+    Uniform,
+    name_coefficients,
+    parse_coefficients,
+)
 from torch_lawa.errors import ConfigError
 
 
@@ -27,12 +32,16 @@ def test_recency_begins_at_the_uniform_mean() -> None:
     assert Trend(1.0).weights(1).numerators == (1.0,)
 
 
+def test_the_largest_power_of_a_long_window_is_a_number() -> None:
+    assert Recency(20.0).weights(10_000).divisor == pytest.approx(1e84 / 21, rel=2e-3)
+
+
 @pytest.mark.parametrize("text", ["recency:1", "recency:0.5", "trend:0", "trend:-0.25"])
-def test_they_are_typed_like_the_librarys_own(text: str) -> None:
+def test_a_name_parses_back_to_its_rule(text: str) -> None:
     assert name_coefficients(parse_coefficients(text)) == text
 
 
-@pytest.mark.parametrize("text", ["recency:-1", "recency:x", "trend:-2", "trend:inf"])
+@pytest.mark.parametrize("text", ["recency:-1", "recency:21", "recency:x", "trend:-2", "trend:inf"])
 def test_mistakes_are_told(text: str) -> None:
     with pytest.raises(ConfigError, match=r"(?i)recency|trend"):
         parse_coefficients(text)
