@@ -201,6 +201,12 @@ def test_a_reached_target_is_told_again(capsys: pytest.CaptureFixture[str]) -> N
     assert rows_of(Path("run")) == rows
 
 
+def test_a_target_reached_at_the_end_saves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "digits", "--epochs", "2", "--ks", "2", "--until", "test_accuracy=0.2"]
+    assert lawa(*words, "-o", "run") == 0
+    assert "epoch 2: nothing was saved" in capsys.readouterr().out
+
+
 def test_a_target_and_landings_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--schedule", "constant", "--land", "0.5", "--budgets", "1,2"]
     assert lawa(*DIGITS, *words, "--until", "test_accuracy=0.2", "-o", "run") == 2

@@ -323,9 +323,9 @@ def _say_target(until: "Target", outcome: "Outcome") -> str:
         return f"The average did not reach {target} in {outcome.num_steps} steps."
     row, already = outcome.reached, "" if outcome.num_trained else " had already"
     saved = 1 - row["step"] / outcome.num_steps
+    left = f"{saved:.0%} of the planned training was not needed" if saved else "nothing was saved"
     text = (
         f"The average{already} reached {target} (it has {row[until.metric]:.4f}) after "
-        f"{row['step']} of {outcome.num_steps} steps, epoch {row['epoch']:g}: "
-        f"{saved:.0%} of the planned training was not needed."
+        f"{row['step']} of {outcome.num_steps} steps, epoch {row['epoch']:g}: {left}."
     )
     return text if outcome.num_trained else f"{text} Nothing was trained."

@@ -68,10 +68,10 @@ def _at_quality(metric: Metric, row: EqualQuality, axis: Axis) -> str:
             f"has {target} after {after} in {row.saving.num_both} of {seeds}, and does not reach "
             f"it {within} in the other{'s'[: row.saving.num_seeds - row.saving.num_both != 1]}."
         )
-    percent = amount.percent or 0.0
-    less = f"{percent:.0f}% less training" if percent >= 0 else f"{-percent:.0f}% more training"
+    percent = round(amount.percent or 0.0)
+    less = f"{abs(percent)}% {'less' if percent > 0 else 'more'}" if percent else "no less"
     spread = f" ({say_range(amount.averaged_at)} by seed)" if amount.saved.sd else ""
-    return f"has {target} after {after}{spread}: {less}{_cheaper(row, axis)}."
+    return f"has {target} after {after}{spread}: {less} training{_cheaper(row, axis)}."
 
 
 def _cheaper(row: EqualQuality, axis: Axis) -> str:

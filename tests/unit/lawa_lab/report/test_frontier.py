@@ -1,5 +1,6 @@
 """Annealed runs of several lengths against the averages of constant-rate runs."""
 
+import dataclasses
 import io
 import itertools
 import json
@@ -153,6 +154,24 @@ def test_a_shorter_annealed_run_that_is_as_good_is_named(tmp_path: Path) -> None
     assert (frontier.headline.budget, frontier.headline.cheapest) == (32, 16)
     said = frontier_words.headline("toy", Metric("test_loss", "lower"), frontier)
     assert "annealed runs of 16 epochs are as good" in said
+
+
+@pytest.mark.parametrize(
+    ("percent", "said"), [(38.4, ": 38% less"), (-0.4, ": no less"), (-2.0, ": 2% more")]
+)
+def test_the_headline_says_what_is_saved_as_a_person_would(
+    tmp_path: Path, percent: float, said: str
+) -> None:
+    rows = [row for row in frontier_rows(budgets=(4, 8, 32)) if not row["land"]]
+    frontier = frontier_in(report_on(tmp_path, rows))
+    assert frontier.headline is not None
+    assert frontier.headline.saving.epochs is not None
+    amount = dataclasses.replace(frontier.headline.saving.epochs, percent=percent)
+    saving = dataclasses.replace(frontier.headline.saving, epochs=amount)
+    row = dataclasses.replace(frontier.headline, saving=saving)
+    changed = dataclasses.replace(frontier, headline=row)
+    found = frontier_words.headline("toy", Metric("test_loss", "lower"), changed)
+    assert f"{said} training" in found
 
 
 def test_averages_forecast_the_landings_that_start_there(frontier: Frontier) -> None:
