@@ -71,7 +71,10 @@ STUDIES = {
         recipe="cifar100-resnet34",
         budgets=(30, 60, 100, 200),
         evaluate_at=(30, 60, 85, 90, 95, 100, 200),
-        free={"optimizer": "schedule-free-sgd", "warmup_steps": 1000},
+        free={
+            "optimizer": "schedule-free-sgd", "warmup_steps": 1000, "samples": 16,
+            "coefficients": ("uniform", "recent:0.1"), "methods": ("growing-ema:0.1",),
+        },
         landings=((0.2, "linear"),),
         landed=(60, 100),
         shared={
@@ -130,6 +133,8 @@ STUDIES["cifar100-windows"] = dataclasses.replace(
         "methods": (
             *(f"horizon:{share}:{k}" for share in (0.1, 0.25, 0.5) for k in (8, 16, 32)),
             *("dense:0.25:8", "ema:0.999", "growing-ema:0.1", "growing-ema:0.25", "swa:4000"),
+            *("corrected-ema:0.999", "bema:0.5:1", "twa:1:20", "rna:10", "rna-per-tensor:0.1"),
+            "swag:0",
         ),
     },
 )
