@@ -43,7 +43,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, site in MOVED.items():
         text = (ROOT / name).read_text("utf-8")
         files.append(File.generated(config, site, content=text))
-    files.append(File.generated(config, "records/index.md", content=_record_index()))
     for site, text in _references().items():
         files.append(File.generated(config, site, content=text))
     return files
@@ -72,14 +71,6 @@ def _records() -> list[Path]:
     return [p for p in found if p.is_file() and p.stat().st_size < 1 << 20]
 
 
-def _record_index() -> str:
-    lines = ["# Records", "", "Every number in these pages comes from one of these runs.", ""]
-    for path in sorted((ROOT / "results").glob("*/README.md"), reverse=True):
-        title = path.read_text("utf-8").splitlines()[0].lstrip("# ")
-        lines.append(f"- [{title}]({path.parent.name}/README.md)")
-    return "\n".join(lines) + "\n"
-
-
 def _source(site: str) -> str:
     """The file of the repository that a page comes from."""
     for name, moved in MOVED.items():
@@ -97,12 +88,8 @@ def _on_site(path: str) -> str | None:
     if path.startswith("results/") or path == "results":
         whole = ROOT / path
         if whole.is_dir():
-            readme = whole / "README.md"
-            return (
-                f"records{path.removeprefix('results')}/README.md"
-                if readme.is_file()
-                else ("records/index.md")
-            )
+            folder = path.removeprefix("results") if (whole / "README.md").is_file() else ""
+            return f"records{folder}/README.md"
         return "records/" + path.removeprefix("results/")
     if path.startswith("docs/"):
         site = path.removeprefix("docs/")
@@ -123,7 +110,7 @@ def _expanded(entry: Any) -> Any:
         return entry
     if target == "records/":
         pages = sorted((ROOT / "results").glob("*/README.md"), reverse=True)
-        return {title: ["records/index.md", *(f"records/{p.parent.name}/README.md" for p in pages)]}
+        return {title: ["records/README.md", *(f"records/{p.parent.name}/README.md" for p in pages)]}
     pages = sorted((ROOT / "docs" / target).glob("*.md"), key=lambda p: (p.name != "README.md", p))
     return {title: [f"{target}{page.name}" for page in pages]}
 
