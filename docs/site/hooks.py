@@ -110,7 +110,9 @@ def _expanded(entry: Any) -> Any:
         return entry
     if target == "records/":
         pages = sorted((ROOT / "results").glob("*/README.md"), reverse=True)
-        return {title: ["records/README.md", *(f"records/{p.parent.name}/README.md" for p in pages)]}
+        return {
+            title: ["records/README.md", *(f"records/{p.parent.name}/README.md" for p in pages)]
+        }
     pages = sorted((ROOT / "docs" / target).glob("*.md"), key=lambda p: (p.name != "README.md", p))
     return {title: [f"{target}{page.name}" for page in pages]}
 
