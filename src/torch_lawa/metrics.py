@@ -7,20 +7,42 @@ import PyTorch.
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch_lawa.errors import FormatError
 from torch_lawa.system_errors import named_errors
 
-__all__ = ["MetricsWriter", "Row", "read_metrics"]
+__all__ = ["MetricsWriter", "Row", "mode_by_name", "read_metrics"]
 
 Row: TypeAlias = dict[str, Any]
 
 # What rows are identified and ordered by, so that readers can rely on it.
 _COUNTS = ("step", "epoch", "k", "horizon")
 _NAMES = ("weights", "coefficients")
+
+# Words in the names of metrics.
+_LOWEST = re.compile(r"(loss|nll|error|err|perplexity|ppl|[wc]er|r?mse|mae|fid)", re.IGNORECASE)
+_HIGHEST = re.compile(
+    r"(acc|accuracy|f1|bleu|rouge[a-z0-9]*|auc|auroc|map|iou|miou|score|reward|precision|recall)",
+    re.IGNORECASE,
+)
+
+
+def mode_by_name(metric: str) -> Literal["min", "max"] | None:
+    """Whether low or high values of a metric are good, by the words of its name; None if unclear.
+
+    >>> mode_by_name("valid_loss"), mode_by_name("eval/accuracy"), mode_by_name("norm")
+    ('min', 'max', None)
+    """
+    words = [word for word in re.split(r"[^A-Za-z0-9]+", metric) if word]
+    low = any(_LOWEST.fullmatch(word) for word in words)
+    high = any(_HIGHEST.fullmatch(word) for word in words)
+    if low == high:
+        return None
+    return "min" if low else "max"
 
 
 class MetricsWriter:

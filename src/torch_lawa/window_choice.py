@@ -24,6 +24,7 @@ from torch_lawa.batch_norm import layers_with_statistics
 from torch_lawa.batch_norm_cache import BatchNormCache
 from torch_lawa.errors import ConfigError, StateError
 from torch_lawa.evaluation import ActClock, evaluating
+from torch_lawa.metrics import mode_by_name
 from torch_lawa.ranks.agreement import all_true, check_same_choice
 from torch_lawa.selection import live_tensors
 from torch_lawa.shards import local
@@ -173,11 +174,20 @@ class WindowSearch:
         self._k, self._num_decided = k, num_decided
 
 
-def search_for(option: bool | WindowSearch) -> WindowSearch | None:
-    """The search that a callback's option `choose_window` asks for: a new one, or a copy."""
+def search_for(option: bool | WindowSearch, monitor: str) -> WindowSearch | None:
+    """The search that a callback's option `choose_window` asks for: a new one, or a copy.
+
+    A plain True takes the lowest values of `monitor`, which must not be the worst.
+    """
     if isinstance(option, WindowSearch):
         return copy.deepcopy(option)
     one_of("choose_window", option, (True, False), " Or give a WindowSearch(...).")
+    if option and mode_by_name(monitor) == "max":
+        raise ConfigError(
+            f"choose_window=True chooses the lowest value, and high values of monitor={monitor!r} "
+            "are good, by its name. Give choose_window=WindowSearch(mode='max'), or mode='min' if "
+            "low values are good."
+        )
     return WindowSearch() if option else None
 
 

@@ -192,7 +192,8 @@ def test_an_exception_restores_the_weights(tmp_path: Path) -> None:
         ({"choose_window": 3}, "choose_window=3"),
         ({"choose_window": WindowSearch([8])}, "keeps 4 snapshots"),
         ({"choose_window": True, "metrics": "averaged"}, "metrics='both'"),
-        ({"choose_window": True, "monitor": "accuracy"}, "monitor='eval_accuracy'"),
+        ({"choose_window": WindowSearch(), "monitor": "accuracy"}, "monitor='eval_accuracy'"),
+        ({"choose_window": True, "monitor": "eval_accuracy"}, "mode='max'"),
     ],
 )
 def test_mistakes_are_found_when_the_callback_is_made(options: dict[str, Any], match: str) -> None:
@@ -212,8 +213,8 @@ def test_a_run_that_is_short_for_k_compares_what_it_has(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_does_not_exist_is_found_at_the_first_evaluation(tmp_path: Path) -> None:
-    ran = trainer(tmp_path, averaging(k=2, choose_window=True, monitor="eval_accuracy"))
-    with pytest.raises(ConfigError, match="eval_accuracy"):
+    ran = trainer(tmp_path, averaging(k=2, choose_window=True, monitor="eval_norm"))
+    with pytest.raises(ConfigError, match="eval_norm"):
         ran.train()
     assert ran.state.global_step == 2
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from torch_lawa import LatestWeightAverager, WindowChooser, WindowSearch, recalibrate_batch_norm
 from torch_lawa.errors import ConfigError, StateError, SwapError
+from torch_lawa.window_choice import search_for
 
 
 def collected(values: list[float], k: int = 4) -> tuple[nn.Linear, LatestWeightAverager]:
@@ -252,6 +253,17 @@ def test_arguments_of_a_chooser(place: int, value: Any, match: str) -> None:
     given[place] = value
     with pytest.raises(ConfigError, match=match):
         WindowChooser(*given)
+
+
+def test_a_plain_true_does_not_choose_the_worst() -> None:
+    """It takes the lowest value; with an accuracy that is the worst."""
+    for monitor in ("val_acc", "eval_f1", "val_accuracy/dataloader_idx_0"):
+        with pytest.raises(ConfigError, match=r"WindowSearch\(mode='max'\)"):
+            search_for(True, monitor)
+        assert search_for(WindowSearch(), monitor) is not None  # the user knows better
+        assert search_for(False, monitor) is None
+    for monitor in ("val_loss", "eval_norm"):
+        assert search_for(True, monitor) is not None
 
 
 def test_a_window_larger_than_the_ring_is_refused() -> None:

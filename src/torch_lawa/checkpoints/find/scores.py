@@ -17,18 +17,13 @@ from torch_lawa.checkpoints.find.step_names import few, stem_of
 from torch_lawa.checkpoints.formats.huggingface import read_json
 from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import ConfigError, FormatError
-from torch_lawa.metrics import read_metrics
+from torch_lawa.metrics import mode_by_name, read_metrics
 from torch_lawa.validation import one_of
 
 __all__ = ["Mode", "choose_best", "find_scores", "mode_of"]
 
 Mode = Literal["min", "max"]
 Number = tuple[str, int]  # "step" or "epoch", and which
-_LOWEST = re.compile(r"(loss|nll|error|err|perplexity|ppl|[wc]er|r?mse|mae|fid)", re.IGNORECASE)
-_HIGHEST = re.compile(
-    r"(acc|accuracy|f1|bleu|rouge[a-z0-9]*|auc|auroc|map|iou|miou|score|reward|precision|recall)",
-    re.IGNORECASE,
-)
 _VALUE = r"(?<!\w){}=?(-?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)(?![0-9])"
 
 
@@ -43,20 +38,14 @@ class BestCheckpoints:
 
 
 def mode_of(metric: str) -> Mode:
-    """Whether low or high values of a metric are good, by the words of its name.
-
-    >>> mode_of("valid_loss"), mode_of("eval/accuracy")
-    ('min', 'max')
-    """
-    words = [word for word in re.split(r"[^A-Za-z0-9]+", metric) if word]
-    low = any(_LOWEST.fullmatch(word) for word in words)
-    high = any(_HIGHEST.fullmatch(word) for word in words)
-    if low == high:
+    """Whether low or high values of a metric are good, by its name; raises if that is unclear."""
+    mode = mode_by_name(metric)
+    if mode is None:
         raise ConfigError(
             f"--metric {metric}: it is not clear from its name whether low or high values are "
             "good. Pass --mode min or --mode max."
         )
-    return "min" if low else "max"
+    return mode
 
 
 def choose_best(

@@ -131,7 +131,7 @@ class LatestWeightAveraging(Callback):
             schedule=cadence.schedule,
             **kwargs,
         )
-        search = search_for(choose_window)
+        search = search_for(choose_window, monitor)
         if search is not None:
             search.check(tried)
         self.side_by_side = side_by_side or search is not None

@@ -121,7 +121,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
                 f"collect_every={collect_every} with collect_strategy='save': every save is "
                 "collected. Set save_steps, or collect_strategy='steps'."
             )
-        self.search = search_for(choose_window)
+        self.search = search_for(choose_window, monitor)
         self.choice: WindowChoice | None = None  # of the last evaluation during training
         self._trial: int | None = None  # the window that is being measured
         if self.search is not None and metrics == "averaged":
