@@ -132,6 +132,15 @@ def test_mistakes_are_found_before_training(tmp_path):
         )
 
 
+def test_a_run_without_a_validation_after_the_first_snapshot_warns(tmp_path):
+    """Else tests would use the trained weights without a word."""
+    averaging, model = choosing(k=2), Net()
+    run = trainer(tmp_path, averaging, max_epochs=3, check_val_every_n_epoch=5)
+    with pytest.warns(UserWarning, match="none is chosen"):
+        run.fit(model, loader(), loader(seed=1))
+    assert (len(averaging.averager), averaging.choice) == (2, None)
+
+
 @pytest.mark.filterwarnings("error:.*an average needs")
 def test_a_run_that_is_short_for_k_compares_what_it_has(tmp_path):
     averaging = choosing(k=8)

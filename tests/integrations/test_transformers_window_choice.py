@@ -202,6 +202,12 @@ def test_mistakes_are_found_when_the_callback_is_made(options: dict[str, Any], m
 
 
 @pytest.mark.filterwarnings("error:.*an average needs")
+def test_a_run_without_evaluations_is_refused(tmp_path: Path) -> None:
+    """Else the average would neither be saved nor used, without a word."""
+    with pytest.raises(ConfigError, match="eval_strategy='no'"):
+        trainer(tmp_path, averaging(k=2, choose_window=True), eval_strategy="no")
+
+
 def test_a_run_that_is_short_for_k_compares_what_it_has(tmp_path: Path) -> None:
     callback = averaging(k=8, choose_window=True)
     best = {"metric_for_best_model": "eval_averaged_loss", "load_best_model_at_end": True}

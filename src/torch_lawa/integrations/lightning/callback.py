@@ -297,7 +297,14 @@ class LatestWeightAveraging(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepare what test and predict will need: written snapshots, BatchNorm statistics."""
         self.averager.wait()
-        average = self._average
+        average, search = self._average, self._average.search
+        compared = average.choice is not None and len(average.choice.values) > 1
+        if search is not None and search.candidates(self.averager) and not (average.k or compared):
+            rank_zero_warn(
+                "choose_window: no validation has compared windows since the first snapshot, so "
+                "none is chosen, and evaluations use the trained weights. Validate more often "
+                "(val_check_interval, check_val_every_n_epoch), or leave choose_window out."
+            )
         cache, known = average.batch_norm, average.batch_norm.holds(self.averager, average.k)
         if average.ready and cache.needed(pl_module) and not known:
             with average.averaged(trainer):

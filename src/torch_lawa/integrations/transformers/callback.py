@@ -457,6 +457,12 @@ class LatestWeightAveragingCallback(TrainerCallback):
                     f"{problem} Until then the weights are trained as if without averaging.",
                     stacklevel=2,
                 )
+        if self.search is not None and _choice(args.eval_strategy) == "no":
+            raise ConfigError(
+                "choose_window with eval_strategy='no': windows are compared when the Trainer "
+                "evaluates during training. Set eval_strategy='steps' or 'epoch', or leave "
+                "choose_window out."
+            )
         metric = str(args.metric_for_best_model)
         if self.metrics == "averaged" and selects_average(metric):
             raise ConfigError(
@@ -464,7 +470,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
                 "average under the Trainer's own names: set "
                 f"metric_for_best_model={metric.replace('averaged_', '', 1)!r}, or metrics='both'."
             )
-        follows = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+        follows = _choice(args.lr_scheduler_type)
         late = selects_average(metric) and self.search is None
         if follows in ("reduce_lr_on_plateau", "greedy") and late:
             raise ConfigError(
@@ -487,7 +493,12 @@ def _model_and_group(trainer: Trainer) -> "tuple[nn.Module, torch.distributed.Pr
 
 
 def _saves(args: TrainingArguments) -> str:
-    return str(getattr(args.save_strategy, "value", args.save_strategy))
+    return _choice(args.save_strategy)
+
+
+def _choice(option: Any) -> str:
+    """The text of an option that may be an enum."""
+    return str(getattr(option, "value", option))
 
 
 def _has_adapters(model: nn.Module) -> bool:
