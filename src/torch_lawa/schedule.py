@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from torch_lawa.errors import ConfigError, StateError
+from torch_lawa.units import either
 
 __all__ = [
     "SCHEDULES",
@@ -346,11 +347,21 @@ def check_window(schedule: Schedule, k: int, samples: int, min_snapshots: int) -
         )
     expected = schedule.expected()
     if expected is not None and expected // samples < min_snapshots:
+        ways = ("Collect more often", "start earlier", *smaller_window(k, samples, min_snapshots))
         raise ConfigError(
             f"the schedule {schedule} gives {expected // samples} snapshots in the whole run, but "
-            f"an average needs {min_snapshots}. Collect more often, start earlier, lower k or "
-            "samples, or set min_snapshots=1."
+            f"an average needs {min_snapshots}. {either(ways)}."
         )
+
+
+def smaller_window(k: int, samples: int, least: int) -> list[str]:
+    """What else gives an average in a short run, of an averager that needs `least` snapshots.
+
+    >>> smaller_window(k=16, samples=4, least=1), smaller_window(k=6, samples=1, least=6)
+    (['lower samples=4'], ['lower k=6', 'set min_snapshots=1'])
+    """
+    fewer = [f"lower k={k}", "set min_snapshots=1"] if least > 1 else []
+    return [f"lower samples={samples}"] * (samples > 1) + fewer
 
 
 def num_within(steps: Sequence[int], share: float) -> int:

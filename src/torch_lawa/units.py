@@ -1,10 +1,11 @@
-"""Sizes and numbers as text: "1.42 GB", "2 files"."""
+"""Sizes, numbers and lists as text: "1.42 GB", "2 files", "this, or that"."""
 
 import re
+from collections.abc import Sequence
 
 from torch_lawa.errors import ConfigError
 
-__all__ = ["counted", "format_bytes", "parse_bytes"]
+__all__ = ["counted", "either", "format_bytes", "parse_bytes"]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 _TYPED = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)[bB]?\s*")
@@ -17,6 +18,15 @@ def counted(number: int, noun: str) -> str:
     ('1 checkpoint', '6 checkpoints')
     """
     return f"{number:,} {noun}{'s'[: number != 1]}"
+
+
+def either(ways: Sequence[str]) -> str:
+    """What one can do, as a part of a sentence.
+
+    >>> either(["Train longer", "lower k", "set min_snapshots=1"])
+    'Train longer, lower k, or set min_snapshots=1'
+    """
+    return ", or ".join(filter(None, (", ".join(ways[:-1]), ways[-1])))
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -12,8 +12,8 @@ from support.lightning import QUIET, Net, loader, weights
 from support.lightning import trainer as lightning_trainer
 from support.transformers import Fails, averaging, history, tiny_model, trainer
 
-from torch_lawa import Every, LatestWeightAverager, OnPlateau
-from torch_lawa.errors import ConfigError
+from torch_lawa import Every, LatestWeightAverager, OnPlateau, WindowSearch
+from torch_lawa.errors import ConfigError, NotReadyError
 from torch_lawa.integrations.lightning import LatestWeightAveraging
 from torch_lawa.schedule import Schedule
 
@@ -278,3 +278,20 @@ def test_a_schedule_with_too_few_snapshots_is_found_at_the_start(tmp_path: Path)
     with pytest.warns(UserWarning, match="gives 5 snapshots, but an average needs 9"):
         fit(tmp_path, averaging_9)
     assert copy.deepcopy(averaging_9).averager.snapshot_steps == [1, 2, 4, 8, 16]
+
+
+def test_what_to_change_for_an_average_depends_on_the_window(tmp_path: Path) -> None:
+    """With a horizon one snapshot is enough: a smaller k would change nothing."""
+    growing: dict[str, Any] = {"k": 9, "horizon": 0.5, "samples": 99}
+    with pytest.warns(UserWarning, match="needs 1. Train longer.*, or lower samples=99. The"):
+        trainer(tmp_path / "a", averaging(**growing)).train()
+    lightning = LatestWeightAveraging(**growing)
+    with pytest.warns(UserWarning, match="start earlier, or lower samples=99.$"):
+        run = fit(tmp_path / "b", lightning)
+    with pytest.raises(
+        NotReadyError, match=r"0 of 1 snapshots.* train longer, or lower samples=99"
+    ):
+        lightning.save_averaged(run, tmp_path / "averaged.ckpt")
+    windows = averaging(k=9, choose_window=WindowSearch([9]))
+    with pytest.warns(UserWarning, match="needs 9. Train longer.*, or compare smaller windows."):
+        trainer(tmp_path / "c", windows).train()

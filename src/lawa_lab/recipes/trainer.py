@@ -401,10 +401,11 @@ class Trainer:
             )
         short = num_snapshots is not None and num_snapshots < max(config.ks)
         if short and config.horizon is None:  # a growing window is read before it is full
+            options = ["--samples"] * (config.samples > 1) + ["--ks or --nu"]
             raise ConfigError(
                 f"k={max(config.ks)}: the run takes {num_snapshots} "
                 f"snapshot{'s'[: num_snapshots != 1]}, so this window would never be full. Train "
-                "longer, or lower --ks or --nu."
+                f"longer, or lower {', '.join(options)}."
             )
         own = config.batch_size // world_size
         if config.micro_batch_size is not None and own % min(own, config.micro_batch_size):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 from torch_lawa.averager import LatestWeightAverager
-from torch_lawa.schedule import Schedule, check_start
+from torch_lawa.schedule import Schedule, check_start, smaller_window
 from torch_lawa.validation import check_kind
 from torch_lawa.window_choice import WindowSearch
 
@@ -52,8 +52,8 @@ class Cadence:
         averager: LatestWeightAverager,
         asked: Iterable[int] | None = None,
         search: WindowSearch | None = None,
-    ) -> tuple[int, str] | None:
-        """How many snapshots a run gives, with a message, if these are too few for an average.
+    ) -> tuple[str, list[str]] | None:
+        """If a run gives too few snapshots for an average: a message, and what to lower.
 
         `asked` are the positions at which the schedule is asked, all of the run by default. With a
         `search` its smallest window is enough.
@@ -69,11 +69,14 @@ class Cadence:
         needed = averager.min_snapshots if search is None else search.smallest
         if expected >= needed:
             return None
+        ways = smaller_window(averager.k, averager.samples, 1 if search else needed)
+        if search is not None and needed > 1:
+            ways.append("compare smaller windows")
         units = "complete epoch" if self.unit == "epochs" else "step"
-        return expected, (
+        return (
             f"this run of {total} {units}{'s'[: total != 1]} gives {expected} "
             f"snapshot{'s'[: expected != 1]}, but an average needs {needed}"
-        )
+        ), ways
 
     def _left_out(self, total: int | None) -> int:
         if isinstance(self.start, float):

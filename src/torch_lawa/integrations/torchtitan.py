@@ -120,7 +120,7 @@ class AveragedTrainerMixin:
         if options.export != "none":  # now, not after training
             self._check_export(to_hf=options.export == "hf")
         if shortfall := self._cadence.shortfall(config.training.steps, self.averager):
-            logger.warning(f"No average will be made: {shortfall[1]}.")
+            logger.warning(f"No average will be made: {shortfall[0]}.")
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """One step, then collect if a snapshot is due: before the checkpoint is saved."""

@@ -114,6 +114,11 @@ def test_a_saved_schedule_continues(losses: list[float], cut: int) -> None:
         (lambda: LatestWeightAverager(k=4, horizon=0.5, schedule=Every(2)), "pass only one"),
         (lambda: LatestWeightAverager(k=4, schedule=Horizon(0.5, k=8)), "set the schedule.s k"),
         (lambda: LatestWeightAverager(k=16, schedule=Horizon(0.25, k=8)), "set the schedule.s k"),
+        (lambda: LatestWeightAverager(k=9, schedule=Every(1, total=5)), "k=9, or set min_snap"),
+        (
+            lambda: LatestWeightAverager(k=1, samples=9, schedule=Every(1, total=5)),
+            "needs 1. Collect more often, start earlier, or lower samples=9.$",
+        ),
     ],
 )
 def test_impossible_schedules(make, message) -> None:  # type: ignore[no-untyped-def]

@@ -8,6 +8,7 @@ from torch_lawa.errors import ConfigError
 from torch_lawa.integrations.cadence import Cadence, Unit
 from torch_lawa.integrations.lightning._compat import Trainer, rank_zero_warn
 from torch_lawa.schedule import Every, Schedule
+from torch_lawa.units import either
 from torch_lawa.validation import one_of
 from torch_lawa.window_choice import WindowSearch
 
@@ -67,10 +68,11 @@ def check_run(
         return
     found = cadence.shortfall(_run_length(trainer, cadence.unit), averager, search=search)
     if found is not None:
+        message, fewer = found
+        ways = ("train longer", f"collect more often than {cadence.schedule}", "start earlier")
         rank_zero_warn(
-            f"{found[1]}, so evaluation will use the trained weights throughout. For an average, "
-            f"train longer, collect more often than {cadence.schedule}, start earlier, lower k, or "
-            "set min_snapshots=1."
+            f"{message}, so evaluation will use the trained weights throughout. For an average, "
+            f"{either([*ways, *fewer])}."
         )
 
 

@@ -31,9 +31,10 @@ from torch_lawa.integrations.lightning.strategies import (
     trained_model,
 )
 from torch_lawa.ranks.agreement import check_same_decision
-from torch_lawa.schedule import Schedule, choose_schedule
+from torch_lawa.schedule import Schedule, choose_schedule, smaller_window
 from torch_lawa.spike_rescue import SpikeRescue, rescue_for
 from torch_lawa.stores.base import Store
+from torch_lawa.units import either
 from torch_lawa.window_choice import WindowChoice, WindowSearch, search_for
 
 __all__ = ["LatestWeightAveraging"]
@@ -192,9 +193,10 @@ class LatestWeightAveraging(Callback):
         process.
         """
         if not self.averager.ready and self._average.search is None:
+            k, samples, least = self.averager.k, self.averager.samples, self.averager.min_snapshots
             raise NotReadyError(
-                f"{len(self.averager)} of {self.averager.k} snapshots were taken, so there is no "
-                "average to save: train longer, lower k, or set min_snapshots=1."
+                f"{len(self.averager)} of {least} snapshots were taken, so there is no average to "
+                f"save: {either(['train longer', *smaller_window(k, samples, least)])}."
             )
         swapped = self._average.swapped  # in the middle of an evaluation
         self._average.restore()

@@ -27,6 +27,7 @@ from torch_lawa.schedule import Every, Schedule, choose_schedule
 from torch_lawa.selection import FrozenRule
 from torch_lawa.spike_rescue import SpikeRescue, rescue_for
 from torch_lawa.stores.base import Store
+from torch_lawa.units import either
 from torch_lawa.validation import one_of
 from torch_lawa.window_choice import WindowChoice, WindowSearch, newest_is_live, search_for
 
@@ -429,11 +430,10 @@ class LatestWeightAveragingCallback(TrainerCallback):
         found = self._cadence.shortfall(total, self.averager, asked, self.search)
         if found is not None:
             option = "save_steps" if self._strategy == "save" else "collect_every"
-            start = f"start={self._cadence.start} or " if self._cadence.start else ""
-            advice = (
-                f"{found[1]}. Train longer, collect more often ({option}), lower {start}"
-                f"k={self.averager.k}, or set min_snapshots=1."
-            )
+            start = [f"lower start={self._cadence.start}"] if self._cadence.start else []
+            message, fewer = found
+            ways = ["Train longer", f"collect more often ({option})", *start, *fewer]
+            advice = f"{message}. {either(ways)}."
             metric = str(args.metric_for_best_model)
             if selects_average(metric):
                 raise ConfigError(f"metric_for_best_model={metric!r}: {advice}")

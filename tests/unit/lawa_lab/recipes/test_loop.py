@@ -180,7 +180,8 @@ def test_micro_batches_add_up_to_the_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"ks": (9,)}, "window would never be full"),
+        ({"ks": (9,)}, "window would never be full.* lower --ks or --nu"),
+        ({"ks": (1,), "samples": 99}, "lower --samples, --ks or --nu"),
         ({"batch_size": 2000}, "fewer examples"),
         ({"micro_batch_size": 5}, "micro_batch_size=5"),
     ],
