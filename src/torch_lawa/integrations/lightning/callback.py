@@ -35,6 +35,7 @@ from torch_lawa.schedule import Schedule, choose_schedule, smaller_window
 from torch_lawa.spike_rescue import SpikeRescue, rescue_for
 from torch_lawa.stores.base import Store
 from torch_lawa.units import either
+from torch_lawa.validation import whole_number
 from torch_lawa.window_choice import WindowChoice, WindowSearch, search_for
 
 __all__ = ["LatestWeightAveraging"]
@@ -114,6 +115,7 @@ class LatestWeightAveraging(Callback):
         batch_norm_batches: int = 40,
         **kwargs: Any,
     ) -> None:
+        k, samples = whole_number("k", k, least=1), whole_number("samples", samples, least=1)
         cadence = make_cadence(
             choose_schedule(schedule, horizon, k * samples),
             interval,

@@ -28,7 +28,7 @@ from torch_lawa.selection import FrozenRule
 from torch_lawa.spike_rescue import SpikeRescue, rescue_for
 from torch_lawa.stores.base import Store
 from torch_lawa.units import either
-from torch_lawa.validation import one_of
+from torch_lawa.validation import one_of, whole_number
 from torch_lawa.window_choice import WindowChoice, WindowSearch, newest_is_live, search_for
 
 __all__ = ["LatestWeightAveragingCallback", "Metrics", "selects_average"]
@@ -110,6 +110,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
         exclude: str | Sequence[str] = (),
     ) -> None:
         one_of("metrics", metrics, ("both", "averaged"))
+        k, samples = whole_number("k", k, least=1), whole_number("samples", samples, least=1)
         schedule = choose_schedule(schedule, horizon, k * samples)
         strategy = collect_strategy or ("save" if schedule is None else "steps")
         one_of("collect_strategy", strategy, ("save", "steps", "epoch"))
