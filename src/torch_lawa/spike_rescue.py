@@ -80,7 +80,7 @@ class SpikeRescue:
         limit: int = 10,
         group: "ProcessGroup | None" = None,
     ) -> None:
-        if not (math.isfinite(factor) and factor > 1.0):
+        if not isinstance(factor, int | float) or not 1.0 < factor < math.inf:
             raise ConfigError(
                 f"factor={factor!r}: give a multiple of the largest recent loss, above 1."
             )
@@ -169,7 +169,8 @@ class SpikeRescue:
             went = f"the weights went back to the mean of snapshots up to {self._newest}"
         else:
             went = "there is no good snapshot yet, so the weights stay as they are"
-        self.message = f"the loss spiked to {self._loss:.4g}; {went}, and the batch is skipped."
+        high = f"spiked to {self._loss:.4g}" if math.isfinite(self._loss) else "is NaN or Inf"
+        self.message = f"the loss {high}; {went}, and the batch is skipped."
         for parameter in model.parameters():
             parameter.grad = None
         if optimizer is not None:

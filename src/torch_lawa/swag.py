@@ -44,8 +44,11 @@ class Draw:
 
     def __post_init__(self) -> None:
         whole_number("seed", self.seed, least=0)
-        if not 0.0 <= self.scale < math.inf:
-            raise ConfigError(f"scale={self.scale!r}: it scales the variance; SWAG uses 0.5.")
+        if not isinstance(self.scale, int | float) or not 0.0 <= self.scale < math.inf:
+            raise ConfigError(
+                f"scale={self.scale!r}: give the factor of the variance, a number of at least 0. "
+                "SWAG uses 0.5."
+            )
 
     def check(self, n: int) -> None:
         """Raise if so few snapshots have no spread."""

@@ -12,7 +12,7 @@ from torch_lawa import SpikeRescue
 from torch_lawa.errors import ConfigError
 from torch_lawa.integrations.lightning import LatestWeightAveraging
 
-pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore:Step .*the loss spiked")]
+pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore:Step .*the loss (spiked|is NaN)")]
 
 
 class Poisoned(Net):

@@ -267,9 +267,9 @@ def test_contradictions_are_refused() -> None:
     for callback in (averaging, LatestWeightAveraging):
         with pytest.raises(ConfigError, match="pass only one"):
             callback(horizon=0.5, schedule=Every(2))
-        with pytest.raises(ConfigError, match="^samples='16'"):  # not of k times samples
+        with pytest.raises(ConfigError, match=r"^samples='16'"):  # not of k times samples
             callback(horizon=0.5, k=2, samples="16")
-        with pytest.raises(ConfigError, match="^samples=0"):
+        with pytest.raises(ConfigError, match=r"^samples=0"):
             callback(horizon=0.5, samples=0)
     with pytest.raises(ConfigError, match="schedule"):
         averaging(schedule=Every)

@@ -51,6 +51,8 @@ def test_a_spike_takes_the_weights_back_to_the_mean(loss: Any) -> None:
     assert averager.snapshot_steps == [1, 2, 3]
     assert rescue.num_rescues == 1
     assert "up to step 3" in rescue.message
+    what = f"spiked to {loss:.4g};" if math.isfinite(loss) else "is NaN or Inf;"
+    assert f"the loss {what}" in rescue.message
 
 
 @pytest.mark.parametrize("loss", [0.1, 1.0, 2.19])
@@ -188,10 +190,11 @@ def test_a_window_on_disk(tmp_path: Path) -> None:
 
 def test_mistakes_are_explained() -> None:
     averager = LatestWeightAverager(k=2)
-    for options in ({"factor": 1}, {"history": 1}, {"patience": 0}, {"optimizer_state": "drop"},
-                    {"limit": 0}, {"k": 0}):  # fmt: skip
-        with pytest.raises(ConfigError, match=next(iter(options))):
-            SpikeRescue(averager, **options)  # type: ignore[arg-type]
+    wrong: list[dict[str, Any]] = [{"factor": 1}, {"factor": "2"}, {"factor": math.nan}]
+    wrong += [{"history": 1}, {"patience": 0}, {"optimizer_state": "drop"}, {"limit": 0}, {"k": 0}]
+    for options in wrong:
+        with pytest.raises(ConfigError, match=f"{next(iter(options))}="):
+            SpikeRescue(averager, **options)
     with pytest.raises(ConfigError, match="norm of the gradient"):
         SpikeRescue(averager).check(-1.0)
     with pytest.raises(ConfigError, match=r"SpikeRescue\(averager\)"):
