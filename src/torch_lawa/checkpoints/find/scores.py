@@ -111,6 +111,8 @@ def find_scores(
         if rows is None:
             raise ConfigError(f"--metrics {metrics}: there is no such file.")
         raw = [row for row in rows if _is_raw(row)]
+        # Side by side, BatchNorm statistics may be re-estimated in a second row of each step.
+        raw = [row for row in raw if row.get("batch_norm") is None] or raw
         return _look_up(found, _by_number(raw, metric, metrics), metric, raw, str(metrics))
     states = [row for each in found for row in _trainer_rows(each.location)]
     named = [_named(each, metric) for each in found]

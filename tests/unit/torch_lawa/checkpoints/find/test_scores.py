@@ -114,6 +114,18 @@ def test_a_metrics_file(tmp_path: Path) -> None:
     assert [each["step"] for each in made["inputs"]] == [100, 300]
 
 
+def test_rows_of_re_estimated_statistics_do_not_contradict(tmp_path: Path) -> None:
+    """Runs of `lawa train` and `evaluate_side_by_side` have both; a sweep has only these."""
+    run = save_steps(tmp_path / "run")
+    raw: dict[str, object] = {"weights": "raw", "k": None}
+    own = [{"step": s, "loss": loss, **raw, "batch_norm": None} for s, loss in LOSSES.items()]
+    again = [{"step": s, "loss": s, **raw, "batch_norm": "re-estimated"} for s in LOSSES]
+    for rows, steps in (([*own, *again], [200, 400]), (again, [100, 200])):
+        file = save_rows(tmp_path / "metrics.jsonl", *rows)
+        plan = plan_average(run, tmp_path / "mean", best=2, metric="loss", metrics=file)
+        assert [i.step for i in plan.inputs] == steps
+
+
 def test_metrics_of_orbax(tmp_path: Path) -> None:
     run = shutil.copytree(RECORDED / "run", tmp_path / "run")
     for step, loss in (10, 0.5), (20, 0.25):
