@@ -129,11 +129,16 @@ def test_json_for_programs(run: Path, lawa: Lawa) -> None:
         (("sweep", "run", "--k", "2", "--evaluator", "no.such:f"), 2, "no"),
         (("sweep", "run", "--k", "2", "--evaluator", "bad:number"), 2, "named values"),
         (("sweep", "run", "--k", "2", "--evaluator", "bad:tensor"), 2, "Tensor as 'w'"),
+        (("sweep", "run", "--k", "2", "--evaluator", "bad:nothing"), 2, "no number, but {}"),
+        (("sweep", "run", "--k", "2", "--evaluator", "bad:text"), 2, "no number"),
+        (("sweep", "run", "--k", "2", "--evaluator", "bad:names"), 2, "named 'step', which"),
     ],
 )
 def test_mistakes(run: Path, lawa: Lawa, args: tuple[str, ...], code: int, message: str) -> None:
     Path("bad.py").write_text(
         "def number(state): return 1\ndef tensor(state): return {'w': state['w']}\n"
+        "def nothing(state): return {}\ndef text(state): return {'loss': 'low'}\n"
+        "def names(state): return {'loss': 1.0, 'k': 3, 'step': 9}\n"
     )
     found, _, complained = lawa(*args)
     assert found == code, complained

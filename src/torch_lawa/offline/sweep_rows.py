@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Evaluator", "evaluate", "source", "without_known"]
 
+# What a row is about; see `without_known`.
+_IDENTITY = ("step", "epoch", "weights", "k", "horizon", "coefficients", "checkpoint")
+
 Evaluator = Callable[["dict[str, Tensor]"], Mapping[str, Any]]
 
 
@@ -77,6 +80,18 @@ def evaluate(
             f"the evaluator returned {type(values).__name__}; it must return a dict of named "
             "values, such as {'test_loss': 0.1}."
         )
+    found = {name: _plain(name, value) for name, value in values.items()}
+    if not any(isinstance(value, float | int) for value in found.values()):
+        raise ConfigError(
+            f"the evaluator returned no number, but {dict(values)!r}; it must return named values, "
+            "such as {'test_loss': 0.1}."
+        )
+    clash = [name for name in _IDENTITY if name in found]
+    if clash:
+        raise ConfigError(
+            f"the evaluator returned a value named {clash[0]!r}, which identifies the rows of a "
+            "sweep; choose another name."
+        )
     moment = {"step": window.step, "epoch": window.epoch}
     return {
         **facts,
@@ -85,7 +100,7 @@ def evaluate(
         "k": _k(window),
         **({} if window.horizon is None else {"horizon": window.horizon}),
         "batch_norm": None,
-        **{name: _plain(name, value) for name, value in values.items()},
+        **found,
         "evaluate_seconds": seconds,
     }
 
