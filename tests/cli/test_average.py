@@ -368,6 +368,14 @@ def test_a_share_of_the_run(run: Path, lawa: Lawa) -> None:
     assert "--last 2 and --horizon 0.5" in complained
 
 
+def test_uneven_steps_are_noted_where_they_matter(run: Path, lawa: Lawa) -> None:
+    """The snapshots of a growing window are never evenly spaced, and a share does not need that."""
+    (run / "step_300.safetensors").unlink()
+    words = ["sweep", "run", "--at", 500, "--dry-run", "-o", "s", "--horizon", "0.9"]
+    assert "uneven steps" not in lawa(*words)[1]
+    assert "uneven steps" in lawa(*words, "--k", 2)[1]
+
+
 def test_a_sweep_over_shares(run: Path, lawa: Lawa) -> None:
     Path("measures.py").write_text("def f(state):\n    return {'x': state['w'].sum().item()}\n")
     words = ["run", "--horizon", "0.5,0.9", "--k", 4, "--evaluator", "measures:f", "-o", "s"]

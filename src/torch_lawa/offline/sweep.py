@@ -167,7 +167,8 @@ def plan_sweep(
         if getattr(options, name) != getattr(DEFAULTS, name):
             raise ConfigError(f"{name}={getattr(options, name)!r}: not supported by a sweep.")
     many = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
-    chosen = select(find_checkpoints(many, key=options.key), start=start, stop=stop, every=every)
+    discovery = find_checkpoints(many, key=options.key)
+    chosen = select(discovery, start=start, stop=stop, every=every)
     if chosen.ordered_by == "given":
         raise ConfigError(
             f"{many[0]}: a sweep needs checkpoints with a step or epoch in their names or contents."
@@ -187,7 +188,8 @@ def plan_sweep(
         if share is None or k > 1
     )
     empty = [h for h in horizons if not any(w.horizon == h for w in windows)]
-    notes = list(chosen.notes)
+    # A share has every checkpoint within it, whatever their spacing.
+    notes = list((chosen if any(k > 1 for k in ks) else discovery).notes)
     if empty:
         ends = [end for end in range(len(found)) if at is None or numbers[end] in at]
         shares, why = ",".join(f"{share:g}" for share in empty), _too_short(numbers, ends)
