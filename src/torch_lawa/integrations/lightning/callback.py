@@ -79,12 +79,12 @@ class LatestWeightAveraging(Callback):
         side_by_side: Validate and test twice, with the trained and with the averaged weights:
             `val_loss` is of the trained weights, `val_loss_averaged` of the average (until it is
             ready, `fit` reports the trained weights under both names).
-        choose_window: At each validation in `fit`, validate several windows of the k snapshots by
-            turns, and choose the one with the best `monitor`, or the trained weights if they are
-            better. Test, predict and `save_averaged` use the choice. Give a `WindowSearch` for
-            other windows than 1, k/4, k/2 and k, or `WindowSearch(mode="max")` for an accuracy.
-            Implies `side_by_side`: `val_loss_averaged` is of the chosen window, and `averaged_k`
-            and `averaged_seconds` are logged with it.
+        choose_window: At each validation in `fit`, validate several windows of the k snapshots one
+            after the other, and choose the one with the best `monitor`, or the trained weights if
+            they are better. Test, predict and `save_averaged` use the choice. Give a
+            `WindowSearch` for other windows than 1, k/4, k/2 and k, or `WindowSearch(mode="max")`
+            for an accuracy. Implies `side_by_side`: `val_loss_averaged` is of the chosen window,
+            and `averaged_k` and `averaged_seconds` are logged with it.
         rescue_spikes: When the training loss spikes or is NaN, go back to the mean of the good
             snapshots and skip the batch. Give a `SpikeRescue(factor=1.5)` for other settings.
         name: The suffix of those metrics, which also tells two of these callbacks apart.
