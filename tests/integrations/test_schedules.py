@@ -197,6 +197,15 @@ def test_a_plateau_in_lightning(tmp_path: Path) -> None:
         fit(tmp_path, wrong)
 
 
+@pytest.mark.parametrize("monitor", ["val_acc", "eval_accuracy"])
+def test_a_plateau_of_an_accuracy_is_refused(monitor: str) -> None:
+    """It would be taken for a loss, and each improvement for a plateau."""
+    for make in (LatestWeightAveraging, averaging):
+        with pytest.raises(ConfigError, match="OnPlateau waits for a loss"):
+            make(**by_loss(), monitor=monitor)
+        assert make(k=2, monitor=monitor) is not None  # nobody reads it
+
+
 def test_a_registered_schedule_in_transformers(tmp_path: Path) -> None:
     options: dict[str, Any] = {"k": 3, "schedule": Growing()}
     run = {"max_steps": 17, "save_steps": 3, "eval_strategy": "no"}

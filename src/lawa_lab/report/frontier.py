@@ -5,8 +5,8 @@ the raw weights at its last step. Runs of several lengths are points. A run at a
 a result at any time, its average, so one run is a curve. Both are compared in two ways: the quality
 at equal budget, and the budget at equal quality, which is the final quality of an annealed run.
 
-If runs with several peak rates are given, each schedule and length, and each average, is shown with
-the peak that is best for it.
+Of runs that differ in their peak rate alone, or in nothing, the best is shown for each schedule and
+length, and for each average.
 """
 
 import statistics
@@ -125,16 +125,13 @@ class Frontier:
     leads: tuple[Lead, ...]  # by budget
     forecasts: tuple[Forecast, ...]
     unfinished: tuple[str, ...]  # annealed runs that are left out
+    several_peaks: bool  # whether some runs differ in their peak rate alone
+    repeated: bool  # whether some differ in nothing that is known, not in their peak rate either
 
     @property
     def main(self) -> AnytimeCurve | None:
         """The curve of the headline."""
         return next((curve for curve in self.curves if curve.main), None)
-
-    @property
-    def several_peaks(self) -> bool:
-        """Whether some runs differ in their peak rate alone."""
-        return not all([*(p.best_peak for p in self.annealed), *(c.best_peak for c in self.curves)])
 
 
 def frontier_of(
@@ -158,6 +155,8 @@ def frontier_of(
         leads=tuple(model.leads()),
         forecasts=tuple(forecasts_of(runs, model.annealed, model.curves, metric, axis)),
         unfinished=tuple(model.unfinished),
+        several_peaks=model.several_peaks,
+        repeated=model.repeated,
     )
 
 
@@ -170,6 +169,7 @@ class _Model:
         optimizers = {run.kind.partition(",")[0] for run in runs if run.annealed or run.anytime}
         self._named = len({name for name in optimizers if not name.startswith(_FREE)}) > 1
         self.unfinished: list[str] = []
+        self.several_peaks = self.repeated = False
         points = [point for run in runs if run.annealed for point in self._points(run)]
         curves = [curve for run in runs if run.anytime for curve in self._curves(run)]
         self.annealed = self._with_best_points(points)
@@ -260,6 +260,7 @@ class _Model:
             key = (self.runs[point.run].kind, point.budget)
             if key not in best or self.metric.beats(point.raw.mean, best[key].raw.mean):
                 best[key] = point
+        self._compare_peaks((self.runs[p.run].kind, p.budget, p.peak) for p in points)
         names = {point.run for point in best.values()}
         chosen = [replace(point, best_peak=point.run in names) for point in points]
         return sorted(chosen, key=lambda p: (self.runs[p.run].land, p.label, p.budget))
@@ -270,6 +271,7 @@ class _Model:
             key = (self.runs[curve.run].kind, curve.series)
             if key not in best or self.metric.beats(curve.mean[-1], best[key].mean[-1]):
                 best[key] = curve
+        self._compare_peaks((self.runs[c.run].kind, c.series, c.peak) for c in curves)
         averages = [curve for curve in best.values() if curve.series.averaged]
         window = [curve for curve in averages if curve.series.weights == "averaged"]
         main = next(iter(window or averages), None)
@@ -281,6 +283,14 @@ class _Model:
             )
             for curve in curves
         ]
+
+    def _compare_peaks(self, found: Iterable[tuple[str, object, float | None]]) -> None:
+        """Note what sets apart those of one kind, of which only the best is shown."""
+        alike: dict[object, list[float | None]] = {}
+        for kind, what, peak in found:
+            alike.setdefault((kind, what), []).append(peak)
+        self.several_peaks |= any(len(set(peaks)) > 1 for peaks in alike.values())
+        self.repeated |= any(len(set(peaks)) < len(peaks) for peaks in alike.values())
 
     def _annealed_label(self, run: Run) -> str:
         """Such as "cosine" or "20% linear decay"; with the optimizer, if there are several."""

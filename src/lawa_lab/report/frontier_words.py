@@ -147,6 +147,11 @@ def notes(metric: Metric, frontier: Frontier) -> list[str]:
             f"shown with the peak that is best in {plain(metric.name)}, so all of them are "
             "slightly optimistic."
         )
+    if frontier.repeated:
+        said.append(
+            "Some runs have the same schedule, length and peak rate, such as a run that is given "
+            "twice or in two lengths. Only the best of them is shown."
+        )
     if frontier.unfinished:
         said.append(f"Left out, because not finished: {'; '.join(frontier.unfinished)}.")
     early = [

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 from torch_lawa.averager import LatestWeightAverager
+from torch_lawa.errors import ConfigError
+from torch_lawa.metrics import mode_by_name
 from torch_lawa.schedule import Schedule, check_start, smaller_window
 from torch_lawa.validation import check_kind
 from torch_lawa.window_choice import WindowSearch
@@ -30,6 +32,14 @@ class Cadence:
         check_start(start, f"collecting by {unit}")
         self.schedule, self.unit, self.start = copy.deepcopy(schedule), unit, start
         self.other_start = other_start
+
+    def check_monitor(self, monitor: str) -> None:
+        """Raise if the schedule would take a metric of which high values are good for a loss."""
+        if self.schedule.needs_loss and mode_by_name(monitor) == "max":
+            raise ConfigError(
+                f"monitor={monitor!r}: {type(self.schedule).__name__} waits for a loss that falls, "
+                "and high values of this metric are good, by its name. Monitor a loss."
+            )
 
     def due(
         self,

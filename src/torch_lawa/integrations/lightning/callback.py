@@ -124,6 +124,7 @@ class LatestWeightAveraging(Callback):
             update_starting_at_step=update_starting_at_step,
             update_starting_at_epoch=update_starting_at_epoch,
         )
+        cadence.check_monitor(monitor)
         if not isinstance(name, str) or not name or "/" in name:
             raise ConfigError(f"name={name!r}: give the suffix of metric names, like 'averaged'.")
         # Find mistakes now; a store on disk is opened when the processes have been started.

@@ -151,6 +151,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
             "epochs" if strategy == "epoch" else "steps",
             start,
         )
+        self._cadence.check_monitor(monitor)
         self._batch_norm = BatchNormCache(batch_norm_batches)
         self._total = 0  # the length of the run, in the cadence's unit
         self._asked_step = -1  # so that a save that is evaluated first is not asked about twice

@@ -199,6 +199,7 @@ def test_with_several_peaks_each_side_has_its_best_one(tmp_path: Path) -> None:
     report = report_on(tmp_path, rows)
     frontier = frontier_in(report)
     assert frontier.several_peaks
+    assert not frontier.repeated
     assert {p.peak for p in frontier.annealed if p.best_peak} == {0.2}
     assert {p.peak for p in frontier.annealed if not p.best_peak} == {0.1}
     assert {c.peak for c in frontier.curves if c.best_peak} == {0.2}
@@ -206,6 +207,20 @@ def test_with_several_peaks_each_side_has_its_best_one(tmp_path: Path) -> None:
     assert {branch.peak for branch in forecast.branches} == {0.2, 0.1}
     inside = {row.averaged_run for row in report.recipes[0].metrics[0].main}
     assert inside == {"sgd, constant rate, rate 0.2", "sgd, 16 epochs, rate 0.2"}
+
+
+def test_runs_of_one_peak_are_not_said_to_have_several(tmp_path: Path) -> None:
+    """A constant-rate run of two lengths: nothing sets them apart but how far they went."""
+    rows = frontier_rows(budgets=(8, 16))
+    constant = [row for row in rows if row["schedule"] == "constant" and not row["land"]]
+    shorter = [{**row, "budget_epochs": 8} for row in constant if row["epoch"] <= 8]
+    metric, frontier = (
+        Metric("test_loss", "lower"),
+        frontier_in(report_on(tmp_path, rows + shorter)),
+    )
+    assert not frontier.several_peaks
+    assert "same schedule, length and peak rate" in frontier_words.notes(metric, frontier)[0]
+    assert {curve.at[-1] for curve in frontier.curves if curve.best_peak} == {16}
 
 
 def test_schedule_free_is_one_curve_and_does_not_make_the_optimizer_worth_naming(
