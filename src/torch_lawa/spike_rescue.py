@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.averager_state import without_newest
+from torch_lawa.coefficients import Blend
 from torch_lawa.errors import ConfigError, LawaError, StateError
 from torch_lawa.ranks.agreement import rank_and_size
 from torch_lawa.ranks.barrier import explain_missing_ranks
@@ -262,11 +263,14 @@ def rescue_for(option: bool | SpikeRescue, averager: LatestWeightAverager) -> Sp
 def go_to_average(model: nn.Module, averager: LatestWeightAverager, k: int | None = None) -> None:
     """Make the mean of the window, or of its k newest snapshots, the weights of the model.
 
-    Buffers become those of the newest snapshot. Takes memory for two copies of the weights, for a
-    moment.
+    Of a blend it is the mean alone: the live weights are what is given up. Buffers become those of
+    the newest snapshot. Takes memory for two copies of the weights, for a moment.
     """
     most = averager.num_averaged or len(averager)
-    with averager.swapped_into(model, most if k is None else min(k, len(averager))):
+    rule = averager.coefficients
+    rule = rule.rule if isinstance(rule, Blend) else rule
+    most = most if k is None else min(k, len(averager))
+    with averager.swapped_into(model, most, coefficients=rule):
         tensors = live_tensors(model)
         with ordinary_mode():
             values = {name: tensor.clone() for name, tensor in tensors.items()}

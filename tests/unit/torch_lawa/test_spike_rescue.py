@@ -61,6 +61,19 @@ def test_a_normal_loss_changes_nothing(loss: float) -> None:
     assert weight(model) == 50.0
 
 
+def test_a_blend_goes_back_to_its_mean_alone() -> None:
+    """The live weights are those of the spike."""
+    model, averager = net(), LatestWeightAverager(k=2, blend=0.5)
+    rescue = SpikeRescue(averager)
+    for value in (1.0, 2.0):
+        put(model, value)
+        averager.collect(model)
+        rescue(model, None, 1.0)
+    put(model, math.nan)
+    assert rescue(model, None, math.nan)
+    assert weight(model) == 1.5
+
+
 def test_only_what_is_not_a_number_is_a_spike_at_first() -> None:
     model, averager = net(), LatestWeightAverager(k=2)
     rescue = SpikeRescue(averager, history=3)
