@@ -155,15 +155,16 @@ class SpikeRescue:
         refuse_if_swapped(model, "SpikeRescue.restore was called")
         self._num_high, self._num_in_vain = 0, self._num_in_vain + 1
         self.num_rescues += 1
+        state = without_newest(self.averager.state_dict(), self._num_good)
+        if state is not None:
+            self.averager.load_state_dict(state)
+        self._num_good = self.averager.num_collected  # those that were dropped never become good
         if self._num_in_vain > self._limit:
             raise LawaError(
                 f"the loss spiked {self._limit + 1} times since the last good snapshot "
                 f"({self._newest}): the run has diverged. Lower the learning rate, "
                 "check the data, or raise factor or limit."
             )
-        state = without_newest(self.averager.state_dict(), self._num_good)
-        if state is not None:
-            self.averager.load_state_dict(state)
         num_snapshots = len(self.averager)
         if num_snapshots:
             go_to_average(model, self.averager, self._k)

@@ -159,6 +159,16 @@ def test_a_run_that_has_diverged_is_not_rescued_for_ever() -> None:
         rescue(model, None, math.nan)
 
 
+def test_a_snapshot_that_was_dropped_is_not_a_new_good_one() -> None:
+    """The mean itself has a normal loss; every step from it ends in a spike."""
+    model, averager, rescue = ready(limit=2)
+    with pytest.raises(LawaError, match=r"3 times since the last good snapshot.*step 3"):
+        for _ in range(4):
+            assert not rescue(model, None, 1.0)
+            averager.collect(model)
+            assert rescue(model, None, math.nan)
+
+
 def test_it_resumes_exactly() -> None:
     """Stopped anywhere, the same decisions and weights."""
     losses = [1.0, 1.2, 0.9, 1.1, 5.0, 1.0, 5.0, 5.0, 1.0, math.nan, 1.0, 5.0, 5.0]
