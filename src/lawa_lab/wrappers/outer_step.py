@@ -67,7 +67,7 @@ class OuterStep(BuiltWrapper):
         if self._anchored:
             self.anchor.copy_(self._run.weights)
         if self._momentum:
-            self.velocity.mul_(0.0)
+            self.velocity.zero_()
         if self._num_averaged:
             self.mean.copy_(self._run.weights)
 

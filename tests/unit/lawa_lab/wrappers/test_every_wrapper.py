@@ -349,3 +349,32 @@ def test_a_rescue_makes_the_other_wrappers_start_anew() -> None:
         assert torch.equal(slow.tensors[name], parameter)
     # The loss of the skipped batch is not part of the training loss.
     assert math.isfinite(float(trainer._loss))
+
+
+@pytest.mark.parametrize("bad", [10, 11, 14])  # periods end then, or in the step after
+@pytest.mark.parametrize("innermost", [True, False])
+@pytest.mark.parametrize("name", sorted({*WRAPPERS} - {"rescue"}))
+def test_a_rescue_leaves_nothing_of_weights_that_are_no_numbers(
+    name: str, innermost: bool, bad: int
+) -> None:
+    wrap = ("rescue:9:3:1:0", TYPED[name])
+    trainer = toy_trainer(wrap=wrap if innermost else wrap[::-1])
+    for parameter in trainer.model.parameters():
+        parameter.register_hook(lambda g: g * math.inf if trainer.step == bad - 1 else g)
+    train_until(trainer, bad)
+    assert not any(bool(each.isfinite().all()) for each in whole_weights(trainer))
+    mean = trainer.averager.average()
+    train_until(trainer, bad + 1)
+    for parameter_name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, mean[parameter_name])
+    train_until(trainer)
+    assert trainer._wrapped.facts["rescues"] == 1
+    assert all(bool(each.isfinite().all()) for each in whole_weights(trainer))
+
+
+def test_a_rescue_sees_each_loss_once_however_many_gradients_there_are() -> None:
+    found = []
+    for wrap in (("sam:0.2", "rescue:9:4"), ("rescue:9:4", "sam:0.2")):
+        _, end, trainer = toy_run(wrap=wrap)
+        found.append((trainer._wrapped.built["wrapper rescue"].state_dict(), end[0].tolist()))
+    assert found[0] == found[1]
