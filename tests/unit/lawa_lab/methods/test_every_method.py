@@ -58,11 +58,11 @@ def corrected_ema(method: Method) -> np.ndarray:
 
 
 def bema(method: Method) -> np.ndarray:
-    found = RUN[0]
-    for t, weights in enumerate(RUN[1:], 2):
+    """Block and Zhang, algorithm 1: the EMA begins at the first weights, before any step."""
+    found = start = flat(net()).detach().numpy().astype(np.float64)
+    for t, weights in enumerate(RUN, 1):
         share = (10 + t) ** -method.kappa
         found = (1 - share) * found + share * weights
-    start = flat(net()).detach().numpy().astype(np.float64)
     return found + (10 + STEPS) ** -method.eta * (RUN[-1] - start)
 
 
