@@ -18,6 +18,7 @@ from support.following import (
     K,
     flat,
     goal,
+    move,
     net,
     position,
     target,
@@ -222,7 +223,9 @@ def test_it_resumes_bit_for_bit(text: str, step: int) -> None:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_loaded_one_serves_what_was_saved(text: str) -> None:
-    first, second = Following(parse_method(text)).go(STEPS - 1), Following(parse_method(text))
+    first, other = Following(parse_method(text)).go(STEPS - 1), net()
+    move(other, STEPS + 1)  # what was built from other weights is replaced, too
+    second = Following(parse_method(text), other)
     second.load_state_dict(copy.deepcopy(first.state_dict()), STEPS - 1)
     second.model = first.model
     np.testing.assert_array_equal(second.served(), first.served())
