@@ -53,7 +53,7 @@ def test_a_spike_takes_the_weights_back_to_the_mean(loss: Any) -> None:
     assert "up to step 3" in rescue.message
 
 
-@pytest.mark.parametrize("loss", [0.1, 1.0, 2.19])
+@pytest.mark.parametrize("loss", [0.1, 1.0, 2.2])
 def test_a_normal_loss_changes_nothing(loss: float) -> None:
     model, _, rescue = ready()  # the largest loss so far is 1.1
     put(model, 50.0)
@@ -127,7 +127,14 @@ def test_patience_and_k() -> None:
     assert rescue(model, None, 9.0)
     assert weight(model) == 2.5
     put(model, 50.0)
+    assert not rescue(model, None, 9.0)  # the first in a row again
     assert rescue(model, None, math.nan)  # is not waited for
+
+
+def test_a_k_above_the_number_of_good_snapshots_takes_all_of_them() -> None:
+    model, _, rescue = ready(k=4)
+    assert rescue(model, None, math.nan)
+    assert weight(model) == 2.0
 
 
 @pytest.mark.parametrize("optimizer_state", ["keep", "reset"])
@@ -190,6 +197,24 @@ def test_it_resumes_exactly() -> None:
         ends.append((spikes, weight(model), averager.snapshot_steps, rescue.num_rescues))
     assert all(end == ends[0] for end in ends)
     assert ends[0][0] == [i in (7, 9, 12) for i in range(len(losses))]
+
+
+def test_one_for_another_averager_continues_by_itself() -> None:
+    _, _, rescue = ready()
+    other = rescue.watching(LatestWeightAverager(k=2))
+    before = rescue.state_dict()
+    assert other.state_dict() == before
+    other.check(5.0)
+    other.check(1.0)
+    assert rescue.state_dict() == before
+
+
+def test_reset_forgets_everything() -> None:
+    _, averager, rescue = ready()
+    rescue(net(), None, math.nan)
+    rescue.check(9.0)
+    rescue.reset()
+    assert rescue.state_dict() == SpikeRescue(averager).state_dict()
 
 
 def test_a_window_on_disk(tmp_path: Path) -> None:
