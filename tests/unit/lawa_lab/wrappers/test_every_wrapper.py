@@ -21,6 +21,9 @@ from support.training import rows_of, run, smoke_plan
 from torch import Tensor
 
 from lawa_lab.recipes.config import OptimizerName
+from lawa_lab.recipes.loop import make_task
+from lawa_lab.recipes.task import Worker
+from lawa_lab.recipes.trainer import Trainer
 from lawa_lab.wrappers.registry import WRAPPERS, name_wrapped, parse_wrappers
 from lawa_lab.wrappers.vector import Vector
 from torch_lawa.errors import ConfigError, StateError
@@ -264,6 +267,33 @@ def test_primal_averaging_of_sgd_is_schedule_free() -> None:
     optimizer.eval()  # now its weights are the average
     average = ours.average.tensors.values()  # type: ignore[attr-defined]
     torch.testing.assert_close(list(average), [w.detach() for w in theirs])
+
+
+def test_sam_keeps_the_running_statistics_of_its_first_pass() -> None:
+    found = []
+    for wrap in ((), ("sam:0.2",)):
+        plan = smoke_plan("digits", wrap=wrap)
+        trainer = Trainer(plan, make_task(plan, Worker()), Worker())
+        trainer.train_step(next(trainer.batches()))
+        found.append(dict(trainer.model.named_buffers()))
+    assert found[0]
+    assert all(torch.equal(found[1][name], buffer) for name, buffer in found[0].items())
+
+
+def test_ema_nesterov_looks_less_far_ahead_as_the_rate_falls() -> None:
+    trainer = toy_trainer(wrap=("ema-nesterov:0.6:0.7:0",))
+    train_until(trainer, 5)
+    [built] = trainer._wrapped.built.values()
+    way = [each.clone() for each in built.average_step.tensors.values()]  # type: ignore[attr-defined]
+    expected, seen = mix((1, whole_weights(trainer)), (0.5 * 0.6, way)), list[Tensor]()
+
+    def gradient() -> Tensor:
+        trainer.optimizer.zero_grad()
+        seen.extend(whole_weights(trainer))
+        return torch.zeros(())
+
+    trainer._wrapped.step(gradient, rate_share=0.5)
+    torch.testing.assert_close(seen, expected)
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
