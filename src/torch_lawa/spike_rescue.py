@@ -172,8 +172,7 @@ class SpikeRescue:
         else:
             went = "there is no good snapshot yet, so the weights stay as they are"
         self.message = f"the loss spiked to {self._loss:.4g}; {went}, and the batch is skipped."
-        for parameter in model.parameters():
-            parameter.grad = None
+        model.zero_grad()
         if optimizer is not None:
             optimizer.zero_grad(set_to_none=True)
             if self._optimizer_state == "reset" or not self._is_finite(optimizer):

@@ -153,6 +153,19 @@ def test_the_optimizer(optimizer_state: Any, finite: bool) -> None:
     assert weight(model) == before == 2.0
 
 
+def test_gradients_are_dropped_of_the_model_and_of_all_that_the_optimizer_has() -> None:
+    model, _, rescue = ready()
+    others = [*net().parameters()]
+    for optimizer, parameters in (
+        (None, [*model.parameters()]),
+        (torch.optim.SGD(others), others),
+    ):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        assert rescue(model, optimizer, math.nan)
+        assert all(parameter.grad is None for parameter in parameters)
+
+
 def test_a_run_that_has_diverged_is_not_rescued_for_ever() -> None:
     model, averager, rescue = ready(limit=2)
     for _ in range(2):
@@ -162,8 +175,11 @@ def test_a_run_that_has_diverged_is_not_rescued_for_ever() -> None:
     assert not rescue(model, None, 1.0)  # a new good snapshot
     for _ in range(2):
         assert rescue(model, None, math.nan)
-    with pytest.raises(LawaError, match=r"3 times since the last good snapshot.*step 4"):
-        rescue(model, None, math.nan)
+    resumed = SpikeRescue(averager, history=4, limit=2)
+    resumed.load_state_dict(rescue.state_dict())
+    for each in (rescue, resumed):
+        with pytest.raises(LawaError, match=r"3 times since the last good snapshot.*step 4"):
+            each(model, None, math.nan)
 
 
 def test_a_snapshot_that_was_dropped_is_not_a_new_good_one() -> None:

@@ -408,3 +408,8 @@ def test_a_rescue_sees_each_loss_once_however_many_gradients_there_are() -> None
         _, end, trainer = toy_run(wrap=wrap)
         found.append((trainer._wrapped.built["wrapper rescue"].state_dict(), end[0].tolist()))
     assert found[0] == found[1]
+
+
+def test_a_rescue_has_the_settings_that_were_typed() -> None:
+    built = toy_trainer(wrap=("rescue:1.5:3:2:0",))._wrapped.built["wrapper rescue"]
+    assert "factor=1.5, history=3, patience=2" in repr(built._rescue)  # type: ignore[attr-defined]
