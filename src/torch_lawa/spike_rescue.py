@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.averager_state import without_newest
+from torch_lawa.coefficients import Blend
 from torch_lawa.errors import ConfigError, LawaError, StateError
 from torch_lawa.ranks.agreement import rank_and_size
 from torch_lawa.ranks.barrier import explain_missing_ranks
@@ -154,15 +155,16 @@ class SpikeRescue:
         refuse_if_swapped(model, "SpikeRescue.restore was called")
         self._num_high, self._num_in_vain = 0, self._num_in_vain + 1
         self.num_rescues += 1
+        state = without_newest(self.averager.state_dict(), self._num_good)
+        if state is not None:
+            self.averager.load_state_dict(state)
+        self._num_good = self.averager.num_collected  # those that were dropped never become good
         if self._num_in_vain > self._limit:
             raise LawaError(
                 f"the loss spiked {self._limit + 1} times since the last good snapshot "
                 f"({self._newest}): the run has diverged. Lower the learning rate, "
                 "check the data, or raise factor or limit."
             )
-        state = without_newest(self.averager.state_dict(), self._num_good)
-        if state is not None:
-            self.averager.load_state_dict(state)
         num_snapshots = len(self.averager)
         if num_snapshots:
             go_to_average(model, self.averager, self._k)
@@ -171,8 +173,7 @@ class SpikeRescue:
             went = "there is no good snapshot yet, so the weights stay as they are"
         high = f"spiked to {self._loss:.4g}" if math.isfinite(self._loss) else "is NaN or Inf"
         self.message = f"the loss {high}; {went}, and the batch is skipped."
-        for parameter in model.parameters():
-            parameter.grad = None
+        model.zero_grad()
         if optimizer is not None:
             optimizer.zero_grad(set_to_none=True)
             if self._optimizer_state == "reset" or not self._is_finite(optimizer):
@@ -263,11 +264,14 @@ def rescue_for(option: bool | SpikeRescue, averager: LatestWeightAverager) -> Sp
 def go_to_average(model: nn.Module, averager: LatestWeightAverager, k: int | None = None) -> None:
     """Make the mean of the window, or of its k newest snapshots, the weights of the model.
 
-    Buffers become those of the newest snapshot. Takes memory for two copies of the weights, for a
-    moment.
+    Of a blend it is the mean alone: the live weights are what is given up. Buffers become those of
+    the newest snapshot. Takes memory for two copies of the weights, for a moment.
     """
     most = averager.num_averaged or len(averager)
-    with averager.swapped_into(model, most if k is None else min(k, len(averager))):
+    rule = averager.coefficients
+    rule = rule.rule if isinstance(rule, Blend) else rule
+    most = most if k is None else min(k, len(averager))
+    with averager.swapped_into(model, most, coefficients=rule):
         tensors = live_tensors(model)
         with ordinary_mode():
             values = {name: tensor.clone() for name, tensor in tensors.items()}

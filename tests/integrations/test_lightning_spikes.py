@@ -16,7 +16,7 @@ pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore:Step .*the loss (spiked
 
 
 class Poisoned(Net):
-    """The loss of some optimizer steps is no number, or huge."""
+    """The loss of the first batch of some optimizer steps is no number, or huge."""
 
     def __init__(self, steps: dict[int, float], **options: Any) -> None:
         super().__init__(**options)
@@ -26,7 +26,7 @@ class Poisoned(Net):
         self.seen.append(weights(self))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self._loss(batch) * self.steps.get(self.trainer.global_step, 1.0)
+        return self._loss(batch) * self.steps.pop(self.trainer.global_step, 1.0)
 
 
 def averaging(**options: Any) -> LatestWeightAveraging:
@@ -49,6 +49,16 @@ def test_a_poisoned_batch_takes_the_weights_back(tmp_path, accumulate):
     assert all(torch.equal(parameters[name], expected[name]) for name in parameters)
     assert all(bool(buffer.isfinite().all()) for buffer in model.buffers())
     assert callback.averager.snapshot_steps == [4, 5, 7]
+    assert not run.optimizers[0].state  # of Adam
+
+
+@pytest.mark.filterwarnings("ignore:This run is at step")
+def test_another_run_begins_without_the_losses_of_the_first(tmp_path):
+    callback = averaging(rescue_spikes=True)
+    for model, steps in ((Poisoned({6: math.nan}), 7), (Net(), 3)):
+        trainer(tmp_path, callback, max_steps=steps, max_epochs=-1).fit(model, loader())
+    state = callback._average.state_dict()["rescue"]
+    assert (len(state["losses"]), state["num_rescues"]) == (3, 0)
 
 
 def test_without_it_the_run_is_lost(tmp_path):

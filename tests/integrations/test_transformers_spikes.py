@@ -18,13 +18,13 @@ from torch_lawa.integrations.transformers import (
 
 
 class PoisonedTrainer(LatestWeightAveragingTrainer):
-    """The loss of some optimizer steps is no number, or huge."""
+    """The loss of the first batch of some optimizer steps is no number, or huge."""
 
     poisoned: dict[int, float] = {}  # noqa: RUF012
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(*args, **kwargs)
-        factor = self.poisoned.get(self.state.global_step, 1.0) if self.model.training else 1.0
+        factor = self.poisoned.pop(self.state.global_step, 1.0) if self.model.training else 1.0
         if isinstance(loss, tuple):
             return loss[0] * factor, *loss[1:]
         return loss * factor
@@ -59,6 +59,17 @@ def test_a_poisoned_batch_takes_the_weights_back(
     assert "Step 7: the loss is NaN or Inf" in caplog.text
     assert same(weights_of(run.model), recorder.mean(4, 5))  # nothing shows that 6 was good
     assert averaging.averager.snapshot_steps == [4, 5, 7]
+    assert not run.optimizer.state  # of AdamW
+
+
+def test_another_run_begins_without_the_losses_of_the_first(tmp_path: Path) -> None:
+    run, averaging = made(tmp_path, {6: math.nan}, True, max_steps=7)
+    run.train()
+    run.args.max_steps = 3
+    run.train()
+    assert averaging.rescue is not None
+    state = averaging.rescue.state_dict()
+    assert (len(state["losses"]), state["num_rescues"]) == (3, 0)
 
 
 def test_without_it_the_run_is_lost(tmp_path: Path) -> None:

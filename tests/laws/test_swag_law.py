@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch_lawa import DiskStore, LatestWeightAverager
 from torch_lawa.errors import ConfigError, NotReadyError
 from torch_lawa.mean import blocks
+from torch_lawa.swag import normal_numbers
 
 K = 4
 
@@ -101,6 +102,12 @@ def test_samples_have_the_covariance_of_the_snapshots() -> None:
     expected = (centred.square().mean(0).diag() + centred.T @ centred / (K - 1)) / 2
     torch.testing.assert_close(drawn.mean(0), rows.mean(0), rtol=0, atol=0.05)
     torch.testing.assert_close(drawn.T.cov(), expected, rtol=0, atol=0.07)
+
+
+def test_bits_that_are_all_zero_give_a_number() -> None:
+    """Splitmix64 turns only 0 into 0."""
+    expected = statistics.NormalDist().inv_cdf(0.5 / 2**52)
+    assert normal_numbers(0, torch.arange(1)).item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("kind", ["host", "device", "disk", "small blocks", "swapped", "resumed"])

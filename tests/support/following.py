@@ -78,9 +78,11 @@ class Following:
     method: Method
     model: nn.Module = field(default_factory=net)
     step: int = 0
+    ring: LatestWeightAverager = field(
+        default_factory=lambda: LatestWeightAverager(K, min_snapshots=1)
+    )
 
     def __post_init__(self) -> None:
-        self.ring = LatestWeightAverager(K, min_snapshots=1)
         self.averager: Averager = (
             self.method.read(self.ring)
             if isinstance(self.method, RingMethod)

@@ -20,12 +20,12 @@ _LAG = 10.0  # rho
 class BemaAverage(RunningAverage):
     """An EMA with a growing memory, plus `(rho + t)^-eta` times the way from the start.
 
-    An EMA lags behind a run that still moves; the second term corrects for it. The EMA moves to the
-    weights by `(rho + t)^-kappa` in step t.
+    An EMA lags behind a run that still moves; the second term corrects for it. The EMA begins at
+    the start too, and moves to the weights by `(rho + t)^-kappa` in step t.
     """
 
     def __init__(self, model: nn.Module, *, kappa: float, eta: float, kind: str) -> None:
-        super().__init__(model, lambda step: min(1.0, (_LAG + step) ** -kappa), kind=kind)
+        super().__init__(model, lambda step: (_LAG + step) ** -kappa, kind=kind)
         self._eta = eta
         self._start = {name: t.clone() for name, t in averaged_parameters(model).items()}
 

@@ -17,10 +17,10 @@ __all__ = ["RunningAverage", "averaged_parameters"]
 class RunningAverage:
     """After every step, moves the average towards the weights by a share `weight(step)`.
 
-    It implements the library's `Averager` protocol. A constant share is an EMA, `1 / step` the mean
-    of all steps. The first step copies the weights. Floating-point parameters are averaged, in
-    their own dtype as in `torch.optim.swa_utils`; everything else, BatchNorm statistics included,
-    is the model's own.
+    It implements the library's `Averager` protocol. `1 / step` is the mean of all steps, a constant
+    share after the first step an EMA. Where the share of step 1 is below 1, the average begins at
+    the weights before it. Floating-point parameters are averaged, in their own dtype as in
+    `torch.optim.swa_utils`; everything else, BatchNorm statistics included, is the model's own.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> average = RunningAverage(model, lambda step: 1 / step, kind="mean")
@@ -34,7 +34,7 @@ class RunningAverage:
 
     def __init__(self, model: nn.Module, weight: Callable[[int], float], *, kind: str) -> None:
         self._weight, self._kind = weight, kind
-        # Allocated now, so that a sharded checkpoint can be loaded before the first step.
+        # Now, since it may begin here, and a sharded checkpoint be loaded before the first step.
         self._average = {
             name: tensor.clone() for name, tensor in averaged_parameters(model).items()
         }
@@ -60,7 +60,7 @@ class RunningAverage:
         """Move the average towards the model's weights."""
         self._num_steps += 1
         average, weights = self._pairs(model)
-        share = 1.0 if self._num_steps == 1 else self._weight(self._num_steps)
+        share = self._weight(self._num_steps)
         if share == 1.0:
             torch._foreach_copy_(average, weights)
         else:

@@ -1,5 +1,6 @@
 """Greedy soups (Wortsman et al., 2022): checkpoints join a mean while validation improves."""
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ def greedy_members(number: int, score: Callable[[Sequence[int]], float]) -> list
     [1, 2]
     """
     alone = {member: score([member]) for member in range(number)}
-    first, *others = sorted(alone, key=lambda member: (alone[member], -member))
+    first, *others = sorted(alone, key=lambda m: (math.isnan(alone[m]), alone[m], -m))
     soup, best = [first], alone[first]
     for member in others:
         trial = sorted([*soup, member])

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,10 @@ from torch_lawa.shards import local, reshard
 from torch_lawa.spike_rescue import go_to_average
 
 __all__ = ["WrappedOptimizer"]
+
+
+class _Skipped(Exception):  # not an error
+    """The rest of a step is left out."""
 
 
 class WrappedOptimizer:
@@ -34,7 +39,6 @@ class WrappedOptimizer:
         self.weights = Vector(dict(model.named_parameters()))
         self.rate_share = 1.0
         self.loss = torch.zeros((), dtype=torch.float64, device=worker.device)
-        self.skipped = False
         self.built: dict[str, BuiltWrapper] = {
             f"wrapper {wrapper.name}": wrapper.build(self) for wrapper in wrappers
         }
@@ -56,7 +60,7 @@ class WrappedOptimizer:
         """
         if self.built:
             reshard(self.model)  # an evaluation may have left parameters gathered
-        self.rate_share, self.skipped = rate_share, False
+        self.rate_share = rate_share
         losses: list[Tensor] = []
 
         def compute() -> None:
@@ -66,11 +70,12 @@ class WrappedOptimizer:
                 self.loss = loss
 
         with torch.no_grad():
-            self._step(torch.enable_grad()(compute))
-        if self.skipped:
-            for wrapper in self.built.values():
-                wrapper.restart()
-            return None
+            try:
+                self._step(torch.enable_grad()(compute))
+            except _Skipped:
+                for wrapper in self.built.values():
+                    wrapper.restart()
+                return None
         return losses[0]
 
     def _plain_step(self, gradient: Callable[[], None]) -> None:
@@ -100,10 +105,9 @@ class WrappedOptimizer:
         [total] = self._worker.total([float(self.loss)])
         return total / self._worker.world_size
 
-    def skip(self) -> None:
-        """Drop the gradient, so that the optimizer does nothing, and the loss of this step."""
-        self.optimizer.zero_grad()
-        self.skipped = True
+    def skip(self) -> NoReturn:
+        """End this step with the weights as they are; its loss does not count."""
+        raise _Skipped
 
     def go_to_average(self) -> None:
         """Make the weights the average of the run's window; buffers stay."""

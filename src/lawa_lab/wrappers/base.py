@@ -6,7 +6,7 @@ Imports no torch, so that the catalog can use it.
 import abc
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
 from torch_lawa.errors import StateError
 
@@ -49,8 +49,8 @@ class WrappedRun(Protocol):
         """The mean of `loss` over all ranks."""
         ...
 
-    def skip(self) -> None:
-        """Drop the gradient, so that the optimizer does nothing, and the loss of this step."""
+    def skip(self) -> NoReturn:
+        """End this step with the weights as they are; its loss does not count."""
         ...
 
     def go_to_average(self) -> None:

@@ -48,10 +48,7 @@ class OuterStep(BuiltWrapper):
         inner(gradient)
         self.num_steps += 1
         done = self.num_steps - self._start
-        if done < 0:
-            return
-        if done == 0:
-            self.restart()
+        if done <= 0:
             return
         left = -done % self._period
         number = self._num_averaged - left  # of this step among those that are averaged
@@ -67,7 +64,7 @@ class OuterStep(BuiltWrapper):
         if self._anchored:
             self.anchor.copy_(self._run.weights)
         if self._momentum:
-            self.velocity.mul_(0.0)
+            self.velocity.zero_()
         if self._num_averaged:
             self.mean.copy_(self._run.weights)
 

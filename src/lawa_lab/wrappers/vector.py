@@ -50,6 +50,10 @@ class Vector:
         own, others = self._pairs(other)
         torch._foreach_lerp_(own, others, share)
 
+    def zero_(self) -> None:
+        """Become zeros, also where it is not a number."""
+        torch._foreach_zero_(list(self._locals()))
+
     def mul_(self, factor: "float | Tensor") -> None:
         """Multiply by a number."""
         torch._foreach_mul_(list(self._locals()), factor)

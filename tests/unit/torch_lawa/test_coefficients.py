@@ -26,6 +26,7 @@ def test_recent_weighs_the_steps_of_a_snapshot_by_a_power() -> None:
         [mass / sum(masses) for mass in masses]
     )
     assert Recent(1.0).weights_at([10, 20, 40]).numerators == (0.25, 0.25, 0.5)
+    assert Recent(0.5).weights_at([10, 40]).numerators == (0.0625, 0.9375)  # none before step 1
     assert Recent(0.1).weights_at([0]).numerators == (1.0,)
     assert Recent(0.1).weights(3) == Recent(0.1).weights_at([1, 2, 3])
     assert weights_at(Blend(0.5, Uniform()), [None, None]) == Blend(0.5).weights(2)

@@ -55,12 +55,25 @@ def test_a_spike_takes_the_weights_back_to_the_mean(loss: Any) -> None:
     assert f"the loss {what}" in rescue.message
 
 
-@pytest.mark.parametrize("loss", [0.1, 1.0, 2.19])
+@pytest.mark.parametrize("loss", [0.1, 1.0, 2.2])
 def test_a_normal_loss_changes_nothing(loss: float) -> None:
     model, _, rescue = ready()  # the largest loss so far is 1.1
     put(model, 50.0)
     assert not rescue(model, None, loss)
     assert weight(model) == 50.0
+
+
+def test_a_blend_goes_back_to_its_mean_alone() -> None:
+    """The live weights are those of the spike."""
+    model, averager = net(), LatestWeightAverager(k=2, blend=0.5)
+    rescue = SpikeRescue(averager)
+    for value in (1.0, 2.0):
+        put(model, value)
+        averager.collect(model)
+        rescue(model, None, 1.0)
+    put(model, math.nan)
+    assert rescue(model, None, math.nan)
+    assert weight(model) == 1.5
 
 
 def test_only_what_is_not_a_number_is_a_spike_at_first() -> None:
@@ -116,7 +129,14 @@ def test_patience_and_k() -> None:
     assert rescue(model, None, 9.0)
     assert weight(model) == 2.5
     put(model, 50.0)
+    assert not rescue(model, None, 9.0)  # the first in a row again
     assert rescue(model, None, math.nan)  # is not waited for
+
+
+def test_a_k_above_the_number_of_good_snapshots_takes_all_of_them() -> None:
+    model, _, rescue = ready(k=4)
+    assert rescue(model, None, math.nan)
+    assert weight(model) == 2.0
 
 
 @pytest.mark.parametrize("optimizer_state", ["keep", "reset"])
@@ -135,6 +155,19 @@ def test_the_optimizer(optimizer_state: Any, finite: bool) -> None:
     assert weight(model) == before == 2.0
 
 
+def test_gradients_are_dropped_of_the_model_and_of_all_that_the_optimizer_has() -> None:
+    model, _, rescue = ready()
+    others = [*net().parameters()]
+    for optimizer, parameters in (
+        (None, [*model.parameters()]),
+        (torch.optim.SGD(others), others),
+    ):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        assert rescue(model, optimizer, math.nan)
+        assert all(parameter.grad is None for parameter in parameters)
+
+
 def test_a_run_that_has_diverged_is_not_rescued_for_ever() -> None:
     model, averager, rescue = ready(limit=2)
     for _ in range(2):
@@ -144,8 +177,21 @@ def test_a_run_that_has_diverged_is_not_rescued_for_ever() -> None:
     assert not rescue(model, None, 1.0)  # a new good snapshot
     for _ in range(2):
         assert rescue(model, None, math.nan)
-    with pytest.raises(LawaError, match=r"3 times since the last good snapshot.*step 4"):
-        rescue(model, None, math.nan)
+    resumed = SpikeRescue(averager, history=4, limit=2)
+    resumed.load_state_dict(rescue.state_dict())
+    for each in (rescue, resumed):
+        with pytest.raises(LawaError, match=r"3 times since the last good snapshot.*step 4"):
+            each(model, None, math.nan)
+
+
+def test_a_snapshot_that_was_dropped_is_not_a_new_good_one() -> None:
+    """The mean itself has a normal loss; every step from it ends in a spike."""
+    model, averager, rescue = ready(limit=2)
+    with pytest.raises(LawaError, match=r"3 times since the last good snapshot.*step 3"):
+        for _ in range(4):
+            assert not rescue(model, None, 1.0)
+            averager.collect(model)
+            assert rescue(model, None, math.nan)
 
 
 def test_it_resumes_exactly() -> None:
@@ -169,6 +215,24 @@ def test_it_resumes_exactly() -> None:
         ends.append((spikes, weight(model), averager.snapshot_steps, rescue.num_rescues))
     assert all(end == ends[0] for end in ends)
     assert ends[0][0] == [i in (7, 9, 12) for i in range(len(losses))]
+
+
+def test_one_for_another_averager_continues_by_itself() -> None:
+    _, _, rescue = ready()
+    other = rescue.watching(LatestWeightAverager(k=2))
+    before = rescue.state_dict()
+    assert other.state_dict() == before
+    other.check(5.0)
+    other.check(1.0)
+    assert rescue.state_dict() == before
+
+
+def test_reset_forgets_everything() -> None:
+    _, averager, rescue = ready()
+    rescue(net(), None, math.nan)
+    rescue.check(9.0)
+    rescue.reset()
+    assert rescue.state_dict() == SpikeRescue(averager).state_dict()
 
 
 def test_a_window_on_disk(tmp_path: Path) -> None:

@@ -30,4 +30,5 @@ class Ema(Method):
         """A running average on the model's device."""
         from lawa_lab.methods.running_average import RunningAverage
 
-        return RunningAverage(model, lambda step: 1.0 - self.decay, kind=str(self))
+        share = 1.0 - self.decay
+        return RunningAverage(model, lambda step: 1.0 if step == 1 else share, kind=str(self))

@@ -54,4 +54,4 @@ class _NesterovSteps(BuiltWrapper):
         average.add_(weights, 1.0 - decay)
 
     def restart(self) -> None:
-        self.average_step.mul_(0.0)
+        self.average_step.zero_()

@@ -51,10 +51,15 @@ class _RescueSteps(BuiltWrapper):
         return {"rescues": self._rescue.num_rescues}
 
     def step(self, gradient: Gradient, inner: Step) -> None:
+        checked = False
+
         def watched() -> None:
+            nonlocal checked
             gradient()
-            if self._rescue(self._run.model, self._run.optimizer, self._run.loss):
+            # Only once: the loss of a step is that of its first gradient.
+            if not checked and self._rescue(self._run.model, self._run.optimizer, self._run.loss):
                 self._run.skip()
+            checked = True
 
         inner(watched)
 

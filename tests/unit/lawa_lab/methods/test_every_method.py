@@ -18,6 +18,7 @@ from support.following import (
     K,
     flat,
     goal,
+    move,
     net,
     position,
     target,
@@ -58,11 +59,11 @@ def corrected_ema(method: Method) -> np.ndarray:
 
 
 def bema(method: Method) -> np.ndarray:
-    found = RUN[0]
-    for t, weights in enumerate(RUN[1:], 2):
+    """Block and Zhang, algorithm 1: the EMA begins at the first weights, before any step."""
+    found = start = flat(net()).detach().numpy().astype(np.float64)
+    for t, weights in enumerate(RUN, 1):
         share = (10 + t) ** -method.kappa
         found = (1 - share) * found + share * weights
-    start = flat(net()).detach().numpy().astype(np.float64)
     return found + (10 + STEPS) ** -method.eta * (RUN[-1] - start)
 
 
@@ -173,7 +174,7 @@ EVERY_METHOD: dict[str, tuple[str, Reference, list[str]]] = {
     "phase": ("phase", phase, ["phase:1"]),
     "rna": ("rna:0.1", lambda method: extrapolated(WINDOW, method.penalty), ["rna:0", "rna"]),
     "rna-per-tensor": ("rna-per-tensor:0.1", rna_per_tensor, ["rna-per-tensor:-1"]),
-    "swag": ("swag:3:0.5", swag, ["swag:-1", "swag:0.5", "swag:0:-1"]),
+    "swag": ("swag:3:0.8", swag, ["swag:-1", "swag:0.5", "swag:0:-1"]),
 }
 TEXTS = [text for text, _, _ in EVERY_METHOD.values()]
 
@@ -218,6 +219,16 @@ def test_it_resumes_bit_for_bit(text: str, step: int) -> None:
     second = Following(parse_method(text))
     second.load_state_dict(copy.deepcopy(first.state_dict()), step)
     np.testing.assert_array_equal(second.go().served(), whole.served())
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_loaded_one_serves_what_was_saved(text: str) -> None:
+    first, other = Following(parse_method(text)).go(STEPS - 1), net()
+    move(other, STEPS + 1)  # what was built from other weights is replaced, too
+    second = Following(parse_method(text), other)
+    second.load_state_dict(copy.deepcopy(first.state_dict()), STEPS - 1)
+    second.model = first.model
+    np.testing.assert_array_equal(second.served(), first.served())
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -1,5 +1,6 @@
 """Greedy soups of checkpoint files: the mean of those that help, exactly."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,9 @@ def test_the_soup_of_files_of_several_runs(tmp_path: Path) -> None:
 def test_of_equal_members_the_newest_is_first() -> None:
     assert greedy_members(3, lambda members: 1.0) == [2]
     assert greedy_members(1, lambda members: 1.0) == [0]
+
+
+def test_a_member_whose_loss_is_no_number_is_left_out() -> None:
+    losses = [math.nan, 3.0, 1.0, math.nan, 2.0]
+    assert greedy_members(5, lambda members: sum(losses[i] for i in members) / 9) == [2]
+    assert greedy_members(2, lambda members: math.nan) == [1]

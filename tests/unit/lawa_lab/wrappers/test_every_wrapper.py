@@ -21,6 +21,9 @@ from support.training import rows_of, run, smoke_plan
 from torch import Tensor
 
 from lawa_lab.recipes.config import OptimizerName
+from lawa_lab.recipes.loop import make_task
+from lawa_lab.recipes.task import Worker
+from lawa_lab.recipes.trainer import Trainer
 from lawa_lab.wrappers.registry import WRAPPERS, name_wrapped, parse_wrappers
 from lawa_lab.wrappers.vector import Vector
 from torch_lawa.errors import ConfigError, StateError
@@ -266,6 +269,33 @@ def test_primal_averaging_of_sgd_is_schedule_free() -> None:
     torch.testing.assert_close(list(average), [w.detach() for w in theirs])
 
 
+def test_sam_keeps_the_running_statistics_of_its_first_pass() -> None:
+    found = []
+    for wrap in ((), ("sam:0.2",)):
+        plan = smoke_plan("digits", wrap=wrap)
+        trainer = Trainer(plan, make_task(plan, Worker()), Worker())
+        trainer.train_step(next(trainer.batches()))
+        found.append(dict(trainer.model.named_buffers()))
+    assert found[0]
+    assert all(torch.equal(found[1][name], buffer) for name, buffer in found[0].items())
+
+
+def test_ema_nesterov_looks_less_far_ahead_as_the_rate_falls() -> None:
+    trainer = toy_trainer(wrap=("ema-nesterov:0.6:0.7:0",))
+    train_until(trainer, 5)
+    [built] = trainer._wrapped.built.values()
+    way = [each.clone() for each in built.average_step.tensors.values()]  # type: ignore[attr-defined]
+    expected, seen = mix((1, whole_weights(trainer)), (0.5 * 0.6, way)), list[Tensor]()
+
+    def gradient() -> Tensor:
+        trainer.optimizer.zero_grad()
+        seen.extend(whole_weights(trainer))
+        return torch.zeros(())
+
+    trainer._wrapped.step(gradient, rate_share=0.5)
+    torch.testing.assert_close(seen, expected)
+
+
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_it_keeps_as_many_copies_as_it_says(name: str) -> None:
     *_, trainer = toy_run(wrap=(TYPED[name],))
@@ -349,3 +379,37 @@ def test_a_rescue_makes_the_other_wrappers_start_anew() -> None:
         assert torch.equal(slow.tensors[name], parameter)
     # The loss of the skipped batch is not part of the training loss.
     assert math.isfinite(float(trainer._loss))
+
+
+@pytest.mark.parametrize("bad", [10, 11, 14])  # periods end then, or in the step after
+@pytest.mark.parametrize("innermost", [True, False])
+@pytest.mark.parametrize("name", sorted({*WRAPPERS} - {"rescue"}))
+def test_a_rescue_leaves_nothing_of_weights_that_are_no_numbers(
+    name: str, innermost: bool, bad: int
+) -> None:
+    wrap = ("rescue:9:3:1:0", TYPED[name])
+    trainer = toy_trainer(wrap=wrap if innermost else wrap[::-1])
+    for parameter in trainer.model.parameters():
+        parameter.register_hook(lambda g: g * math.inf if trainer.step == bad - 1 else g)
+    train_until(trainer, bad)
+    assert not any(bool(each.isfinite().all()) for each in whole_weights(trainer))
+    mean = trainer.averager.average()
+    train_until(trainer, bad + 1)
+    for parameter_name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, mean[parameter_name])
+    train_until(trainer)
+    assert trainer._wrapped.facts["rescues"] == 1
+    assert all(bool(each.isfinite().all()) for each in whole_weights(trainer))
+
+
+def test_a_rescue_sees_each_loss_once_however_many_gradients_there_are() -> None:
+    found = []
+    for wrap in (("sam:0.2", "rescue:9:4"), ("rescue:9:4", "sam:0.2")):
+        _, end, trainer = toy_run(wrap=wrap)
+        found.append((trainer._wrapped.built["wrapper rescue"].state_dict(), end[0].tolist()))
+    assert found[0] == found[1]
+
+
+def test_a_rescue_has_the_settings_that_were_typed() -> None:
+    built = toy_trainer(wrap=("rescue:1.5:3:2:0",))._wrapped.built["wrapper rescue"]
+    assert "factor=1.5, history=3, patience=2" in repr(built._rescue)  # type: ignore[attr-defined]
