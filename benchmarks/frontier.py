@@ -52,7 +52,10 @@ STUDIES = {
         recipe="wikipedia-decoder",
         budgets=(0.25, 0.5, 1),
         evaluate_at=(0.25, 0.5, 1),
-        free={"optimizer": "schedule-free-adamw"},
+        free={
+            "optimizer": "schedule-free-adamw", "samples": 16,
+            "coefficients": ("uniform", "recent:0.1"), "methods": ("growing-ema:0.1",),
+        },
         landings=((0.2, "linear"), (0.1, "linear"), (0.1, "1-sqrt")),
         landed=(0.25, 0.5, 1),
         shared={"evaluation_tokens": 2**17, "quantize": (8, 4), "nu": 500},
