@@ -14,6 +14,7 @@ from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.averager_state import without_newest
 from torch_lawa.coefficients import Blend
 from torch_lawa.errors import ConfigError, LawaError, StateError
+from torch_lawa.masters import masters_of
 from torch_lawa.ranks.agreement import rank_and_size
 from torch_lawa.ranks.barrier import explain_missing_ranks
 from torch_lawa.selection import live_tensors, write_into
@@ -24,7 +25,7 @@ from torch_lawa.validation import DAMAGE, one_of, whole_number
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["SpikeRescue", "go_to_average", "rescue_for"]
+__all__ = ["SpikeRescue", "go_to_average", "refuse_masters", "rescue_for"]
 
 OptimizerState: TypeAlias = Literal["keep", "reset"]
 
@@ -129,6 +130,7 @@ class SpikeRescue:
         self, model: nn.Module, optimizer: Optimizer | None, loss: SupportsFloat | Tensor
     ) -> bool:
         """Check a loss and go back if it is a spike; returns whether to skip the batch."""
+        refuse_masters(model)
         if not self.check(loss):
             return False
         self.restore(model, optimizer)
@@ -152,6 +154,7 @@ class SpikeRescue:
         Without any the weights stay, and only the batch is skipped. Buffers are those of the newest
         snapshot.
         """
+        refuse_masters(model)
         refuse_if_swapped(model, "SpikeRescue.restore was called")
         self._num_high, self._num_in_vain = 0, self._num_in_vain + 1
         self.num_rescues += 1
@@ -251,6 +254,16 @@ class SpikeRescue:
     def _newest(self) -> str:
         steps = self.averager.snapshot_steps
         return f"step {steps[-1]}" if steps else "there was none"
+
+
+def refuse_masters(model: nn.Module) -> None:
+    """Raise for an engine whose step and gradients cannot be stopped from outside."""
+    if masters_of(model) is not None:
+        raise ConfigError(
+            f"SpikeRescue cannot skip the step of a {type(model).__name__}, which keeps gradients "
+            "and master weights of its own: train without it, and after a spike resume from a "
+            "checkpoint, or from the average of several (lawa average)."
+        )
 
 
 def rescue_for(option: bool | SpikeRescue, averager: LatestWeightAverager) -> SpikeRescue | None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_lawa import DiskStore, Every, LatestWeightAverager, SpikeRescue
+from torch_lawa import DiskStore, Every, LatestWeightAverager, SpikeRescue, spike_rescue
 from torch_lawa.errors import ConfigError, LawaError, StateError, SwapError
 
 
@@ -269,3 +269,13 @@ def test_mistakes_are_explained() -> None:
     averager.collect(model)
     with averager.swapped_into(model), pytest.raises(SwapError, match="SpikeRescue"):
         rescue(model, None, math.nan)
+
+
+def test_an_engine_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at the first spike, hours later: DeepSpeed has stepped by then."""
+    monkeypatch.setattr(spike_rescue, "masters_of", lambda model: object())
+    rescue = SpikeRescue(LatestWeightAverager(k=2))
+    with pytest.raises(ConfigError, match="cannot skip the step of a Sequential"):
+        rescue(net(), None, 1.0)
+    with pytest.raises(ConfigError, match="cannot skip"):
+        rescue.restore(net())

@@ -25,7 +25,7 @@ from torch_lawa.masters import require_visible_parameters
 from torch_lawa.ranks.agreement import check_same_choice, check_same_decision
 from torch_lawa.schedule import Every, Schedule, choose_schedule
 from torch_lawa.selection import FrozenRule
-from torch_lawa.spike_rescue import SpikeRescue, rescue_for
+from torch_lawa.spike_rescue import SpikeRescue, refuse_masters, rescue_for
 from torch_lawa.stores.base import Store
 from torch_lawa.units import either
 from torch_lawa.validation import one_of, whole_number
@@ -386,6 +386,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
         if self.search is not None:
             self.search.reset()
         if self.rescue is not None:
+            refuse_masters(model)
             self.rescue.reset()
         self._step_loss = 0.0
         self._batch_norm.clear()
