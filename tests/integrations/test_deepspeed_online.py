@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from support.models import brute_force, same_bits
 from torch import Tensor
 
-from torch_lawa import Every, LatestWeightAverager, average_checkpoints
+from torch_lawa import Every, LatestWeightAverager, SpikeRescue, average_checkpoints
 from torch_lawa.errors import ConfigError, LayoutError, StateError, SwapError
 from torch_lawa.integrations.deepspeed import load_checkpoint, put_average, save_checkpoint
 from torch_lawa.integrations.window_files import load_window
@@ -371,6 +371,8 @@ def options(rank: int, case: str) -> dict[str, Any]:
         live = masters(engine)
     with pytest.raises(LayoutError, match=r"pass the engine"):
         patterns.collect(engine.module)
+    with pytest.raises(ConfigError, match="step of a DeepSpeedEngine"):
+        SpikeRescue(rare)(engine, None, 1.0)
     with pytest.raises(LayoutError, match="full_tensor"):
         _ = rare.average()["scale"] + 1
     with rare.swapped_into(engine):
