@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,6 +20,14 @@ from torch_lawa.coefficients import Coefficients
 from torch_lawa.errors import ConfigError
 from torch_lawa.integrations.cadence import Cadence
 from torch_lawa.integrations.random_state import preserved_rng
+from torch_lawa.integrations.transformers.arguments import (
+    REGULAR_SAVES,
+    CollectStrategy,
+    Metrics,
+    check_arguments,
+    selects_average,
+    text_of,
+)
 from torch_lawa.integrations.window_files import IN_TRAINER_CHECKPOINT, load_window, save_window
 from torch_lawa.masters import require_visible_parameters
 from torch_lawa.ranks.agreement import check_same_choice, check_same_decision
@@ -31,14 +39,9 @@ from torch_lawa.units import either
 from torch_lawa.validation import one_of, whole_number
 from torch_lawa.window_choice import WindowChoice, WindowSearch, newest_is_live, search_for
 
-__all__ = ["LatestWeightAveragingCallback", "Metrics", "selects_average"]
-
-CollectStrategy: TypeAlias = Literal["save", "steps", "epoch"]
-Metrics: TypeAlias = Literal["both", "averaged"]
+__all__ = ["LatestWeightAveragingCallback"]
 
 logger = logging.getLogger(__name__)
-
-_REGULAR = ("steps", "epoch")  # values of `save_strategy`
 
 
 class LatestWeightAveragingCallback(TrainerCallback):
@@ -235,10 +238,14 @@ class LatestWeightAveragingCallback(TrainerCallback):
     ) -> None:
         """Refuse what is known not to work before training begins."""
         self._require_trainer()
-        self._check_arguments(args, warn=False)
+        self._check_arguments(args)
         steps = args.max_steps if args.max_steps > 0 else None
         epochs = int(args.num_train_epochs) if steps is None else None
-        saves = int(args.save_steps) if _saves(args) == "steps" and args.save_steps >= 1 else None
+        saves = (
+            int(args.save_steps)
+            if text_of(args.save_strategy) == "steps" and args.save_steps >= 1
+            else None
+        )
         self._check_length(args, epochs if self._strategy == "epoch" else steps, saves, warn=False)
 
     def on_train_begin(
@@ -251,7 +258,11 @@ class LatestWeightAveragingCallback(TrainerCallback):
         """Begin a window, or continue with the one in the checkpoint."""
         model, loader = self._require_trainer()(), kwargs["train_dataloader"]
         require_visible_parameters(model)
-        self._check_arguments(args, warn=True)
+        if problem := self._check_arguments(args):
+            warnings.warn(
+                f"{problem} Until then the weights are trained as if without averaging.",
+                stacklevel=2,
+            )
         if self.check_target is not None:
             self.check_target()
         total, per_epoch = int(state.max_steps), None
@@ -264,8 +275,10 @@ class LatestWeightAveragingCallback(TrainerCallback):
                     "epoch is not known. Set collect_strategy='steps' and collect_every."
                 )
             total //= per_epoch
-        self._collects_saves = self._strategy == "save" and _saves(args) in _REGULAR
-        saves_every = int(state.save_steps) if _saves(args) == "steps" else per_epoch
+        self._collects_saves = (
+            self._strategy == "save" and text_of(args.save_strategy) in REGULAR_SAVES
+        )
+        saves_every = int(state.save_steps) if text_of(args.save_strategy) == "steps" else per_epoch
         self._check_length(args, total, saves_every, warn=True)
         self._total, self._asked_step = total, -1
         # A run from the start ignores what a failed attempt to resume left behind.
@@ -421,12 +434,18 @@ class LatestWeightAveragingCallback(TrainerCallback):
             )
         return self.trained
 
+    def _check_arguments(self, args: TrainingArguments) -> str | None:
+        searches, asked = self.search is not None, self._asked_for_saves
+        return check_arguments(
+            args, self._strategy, self.metrics, searches=searches, asked_for_saves=asked
+        )
+
     def _check_length(
         self, args: TrainingArguments, total: int | None, saves_every: int | None, *, warn: bool
     ) -> None:
         """Warn about a run that gives too few snapshots; refuse it if its options need one."""
-        if self._strategy == "save" and _saves(args) not in _REGULAR:
-            return  # `_check_arguments` has said so
+        if self._strategy == "save" and text_of(args.save_strategy) not in REGULAR_SAVES:
+            return  # `check_arguments` has said so
         asked: Iterable[int] | None = None
         if self._strategy == "save" and total is not None and saves_every is not None:
             asked = [*range(saves_every, total, saves_every), total]  # the end is saved, too
@@ -445,63 +464,11 @@ class LatestWeightAveragingCallback(TrainerCallback):
                     f"{advice} The weights are trained as if without averaging.", stacklevel=2
                 )
 
-    def _check_arguments(self, args: TrainingArguments, *, warn: bool) -> None:
-        saves = _saves(args)
-        if self._strategy == "save" and saves not in _REGULAR:
-            why = "nothing is saved" if saves == "no" else "saves depend on a metric"
-            problem = (
-                f"collect_strategy='save' with save_strategy={saves!r}: {why}. Set "
-                "collect_strategy='steps' (and collect_every) or 'epoch'."
-            )
-            if self._asked_for_saves or selects_average(str(args.metric_for_best_model)):
-                raise ConfigError(problem)
-            if warn:
-                warnings.warn(
-                    f"{problem} Until then the weights are trained as if without averaging.",
-                    stacklevel=2,
-                )
-        if self.search is not None and _choice(args.eval_strategy) == "no":
-            raise ConfigError(
-                "choose_window with eval_strategy='no': windows are compared when the Trainer "
-                "evaluates during training. Set eval_strategy='steps' or 'epoch', or leave "
-                "choose_window out."
-            )
-        metric = str(args.metric_for_best_model)
-        if self.metrics == "averaged" and selects_average(metric):
-            raise ConfigError(
-                f"metric_for_best_model={metric!r} with metrics='averaged', which reports the "
-                "average under the Trainer's own names: set "
-                f"metric_for_best_model={metric.replace('averaged_', '', 1)!r}, or metrics='both'."
-            )
-        follows = _choice(args.lr_scheduler_type)
-        late = selects_average(metric) and self.search is None
-        if follows in ("reduce_lr_on_plateau", "greedy") and late:
-            raise ConfigError(
-                f"lr_scheduler_type={follows!r} needs metric_for_best_model={metric!r} at every "
-                "evaluation, and there is none before the first average: set "
-                "LatestWeightAveragingCallback(metrics='averaged') and "
-                "metric_for_best_model='eval_loss'."
-            )
-
-
-def selects_average(metric: str) -> bool:
-    """Whether this names a metric of the average, as `metrics="both"` reports it."""
-    return metric.removeprefix("eval_").startswith("averaged_")
-
 
 def _model_and_group(trainer: Trainer) -> "tuple[nn.Module, torch.distributed.ProcessGroup | None]":
     """The trainer's model, and the group of its ranks if there are several."""
     model: nn.Module = trainer.model  # type: ignore[assignment]  # may be None for Trainer
     return model, torch.distributed.group.WORLD if trainer.args.world_size > 1 else None
-
-
-def _saves(args: TrainingArguments) -> str:
-    return _choice(args.save_strategy)
-
-
-def _choice(option: Any) -> str:
-    """The text of an option that may be an enum."""
-    return str(getattr(option, "value", option))
 
 
 def _has_adapters(model: nn.Module) -> bool:

@@ -23,10 +23,8 @@ from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import ConfigError, OutputError, StateError
 from torch_lawa.evaluation import ActClock
 from torch_lawa.integrations.random_state import preserved_rng
-from torch_lawa.integrations.transformers.callback import (
-    LatestWeightAveragingCallback,
-    selects_average,
-)
+from torch_lawa.integrations.transformers.arguments import selects_average
+from torch_lawa.integrations.transformers.callback import LatestWeightAveragingCallback
 from torch_lawa.window_choice import WindowSearch
 
 __all__ = ["LatestWeightAveragingMixin", "LatestWeightAveragingTrainer"]
