@@ -391,9 +391,10 @@ def test_nothing_of_an_earlier_run_is_left_beside_a_model(tmp_path: Path) -> Non
     assert not (tmp_path / MODEL).exists()
 
 
-def test_stores_and_coefficients(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weighted", [{"coefficients": Exponential(0.75)}, {"blend": 0.5}])
+def test_stores_and_coefficients(weighted: dict[str, Any], tmp_path: Path) -> None:
     recorder = Recorder()
-    callback = averaging(k=2, store=DiskStore(tmp_path / "window"), coefficients=Exponential(0.75))
+    callback = averaging(k=2, store=DiskStore(tmp_path / "window"), **weighted)
     trainer(tmp_path / "run", callback, recorder).train()
     old, new = recorder.weights[10], recorder.weights[12]
     expected = {n: (0.25 * old[n].double() + 0.75 * new[n].double()).float() for n in new}

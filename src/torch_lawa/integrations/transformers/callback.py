@@ -81,6 +81,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
             average are re-estimated from; 0 keeps those of the newest snapshot. Has no effect on
             models without BatchNorm layers.
         coefficients: How much each snapshot counts; all the same by default.
+        blend: Blend the mean with the trained weights: `(1 - blend) * trained + blend * mean`.
         min_snapshots: How many snapshots make an average; `k` by default, 1 with a horizon. Until
             then only the trained weights are evaluated.
         store: Where snapshots are kept: "host", "device", or a `DiskStore(folder)`.
@@ -106,6 +107,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
         rescue_spikes: bool | SpikeRescue = False,
         batch_norm_batches: int = 40,
         coefficients: Coefficients | None = None,
+        blend: float | None = None,
         min_snapshots: int | None = None,
         store: Literal["host", "device"] | Store = "host",
         storage_dtype: torch.dtype | None = None,
@@ -163,6 +165,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
             "k": k,
             "samples": samples,
             "coefficients": coefficients,
+            "blend": blend,
             "min_snapshots": min_snapshots,
             "storage_dtype": storage_dtype,
             "include": include,
