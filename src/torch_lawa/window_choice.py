@@ -77,7 +77,9 @@ class WindowSearch:
 
     Args:
         ks: The windows to compare. By default 1, k/4, k/2 and k for a ring of k snapshots.
-        mode: "min" if lower values are better (a loss), "max" if higher ones are (an accuracy).
+        mode: "min" if lower values are better (a loss), "max" if higher ones are (an accuracy). In
+            callbacks the default is what the name of the monitored metric says ("val_accuracy":
+            "max"), and "min" otherwise.
         margin: How much better another window must be, as a share of what the best one gains over
             the raw weights. The choice is then within that share of the best one measured.
         full_every: Measure all windows at every so-many-th call. At the other calls only the
@@ -89,11 +91,11 @@ class WindowSearch:
         self,
         ks: Sequence[int] | None = None,
         *,
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         margin: float = 0.01,
         full_every: int = 1,
     ) -> None:
-        one_of("mode", mode, ("min", "max"))
+        one_of("mode", mode, ("min", "max", None))
         if not isinstance(margin, int | float) or not 0.0 <= margin < 1.0:
             raise ConfigError(
                 f"margin={margin!r}: give a share of the gain over the raw weights, from 0 to 1."
@@ -143,7 +145,7 @@ class WindowSearch:
 
     def decide(self, values: Mapping[int, float]) -> int:
         """Choose from what was measured at one time, by k; values that are not finite never win."""
-        sign = 1.0 if self.mode == "min" else -1.0
+        sign = -1.0 if self.mode == "max" else 1.0
         costs = {k: sign * v if math.isfinite(v) else math.inf for k, v in values.items()}
         best = min(costs, key=lambda k: (costs[k], k))  # equal, or none finite: the smallest k
         raw, least, own = costs[0], costs[best], costs.get(self._k, math.inf)
@@ -175,20 +177,14 @@ class WindowSearch:
 
 
 def search_for(option: bool | WindowSearch, monitor: str) -> WindowSearch | None:
-    """The search that a callback's option `choose_window` asks for: a new one, or a copy.
-
-    A plain True takes the lowest values of `monitor`, which must not be the worst.
-    """
-    if isinstance(option, WindowSearch):
-        return copy.deepcopy(option)
-    one_of("choose_window", option, (True, False), " Or give a WindowSearch(...).")
-    if option and mode_by_name(monitor) == "max":
-        raise ConfigError(
-            f"choose_window=True chooses the lowest value, and high values of monitor={monitor!r} "
-            "are good, by its name. Give choose_window=WindowSearch(mode='max'), or mode='min' if "
-            "low values are good."
-        )
-    return WindowSearch() if option else None
+    """The search that a callback's option `choose_window` asks for: a new one, or a copy."""
+    if not isinstance(option, WindowSearch):
+        one_of("choose_window", option, (True, False), " Or give a WindowSearch(...).")
+        if not option:
+            return None
+    search = WindowSearch() if option is True else copy.deepcopy(option)
+    search.mode = search.mode or mode_by_name(monitor) or "min"
+    return search
 
 
 def newest_is_live(

@@ -193,7 +193,6 @@ def test_an_exception_restores_the_weights(tmp_path: Path) -> None:
         ({"choose_window": WindowSearch([8])}, "keeps 4 snapshots"),
         ({"choose_window": True, "metrics": "averaged"}, "metrics='both'"),
         ({"choose_window": WindowSearch(), "monitor": "accuracy"}, "monitor='eval_accuracy'"),
-        ({"choose_window": True, "monitor": "eval_accuracy"}, "mode='max'"),
     ],
 )
 def test_mistakes_are_found_when_the_callback_is_made(options: dict[str, Any], match: str) -> None:

@@ -255,15 +255,24 @@ def test_arguments_of_a_chooser(place: int, value: Any, match: str) -> None:
         WindowChooser(*given)
 
 
-def test_a_plain_true_does_not_choose_the_worst() -> None:
-    """It takes the lowest value; with an accuracy that is the worst."""
-    for monitor in ("val_acc", "eval_f1", "val_accuracy/dataloader_idx_0"):
-        with pytest.raises(ConfigError, match=r"WindowSearch\(mode='max'\)"):
-            search_for(True, monitor)
-        assert search_for(WindowSearch(), monitor) is not None  # the user knows better
-        assert search_for(False, monitor) is None
-    for monitor in ("val_loss", "eval_norm"):
-        assert search_for(True, monitor) is not None
+def test_a_callback_does_not_choose_the_worst_accuracy() -> None:
+    """The name of the metric says whether high values are good, unless the user does."""
+    given = WindowSearch([1, 4])
+    for mode, monitors in {
+        "max": ("val_acc", "eval_f1", "val_accuracy/dataloader_idx_0"),
+        "min": ("val_loss", "eval_norm"),
+    }.items():
+        for monitor in monitors:
+            for option in (True, given):
+                search = search_for(option, monitor)
+                assert search is not None
+                assert search.decide({0: 0.5, 1: 0.6, 4: 0.4}) == (1 if mode == "max" else 4)
+            for own in ("min", "max"):
+                search = search_for(WindowSearch(mode=own), monitor)
+                assert search is not None
+                assert search.mode == own
+            assert search_for(False, monitor) is None
+    assert given.mode is None  # the callback has a copy
 
 
 def test_a_window_larger_than_the_ring_is_refused() -> None:

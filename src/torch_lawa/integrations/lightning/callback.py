@@ -82,9 +82,10 @@ class LatestWeightAveraging(Callback):
         choose_window: At each validation in `fit`, validate several windows of the k snapshots one
             after the other, and choose the one with the best `monitor`, or the trained weights if
             they are better. Test, predict and `save_averaged` use the choice. Give a
-            `WindowSearch` for other windows than 1, k/4, k/2 and k, or `WindowSearch(mode="max")`
-            for an accuracy. Implies `side_by_side`: `val_loss_averaged` is of the chosen window,
-            and `averaged_k` and `averaged_seconds` are logged with it.
+            `WindowSearch` for other windows than 1, k/4, k/2 and k, or with a `mode` if the name of
+            `monitor` does not say whether high values are good. Implies `side_by_side`:
+            `val_loss_averaged` is of the chosen window, and `averaged_k` and `averaged_seconds` are
+            logged with it.
         rescue_spikes: When the training loss spikes or is NaN, go back to the mean of the good
             snapshots and skip the batch. Give a `SpikeRescue(factor=1.5)` for other settings.
         name: The suffix of those metrics, which also tells two of these callbacks apart.

@@ -72,9 +72,9 @@ class LatestWeightAveragingCallback(TrainerCallback):
             snapshots one after the other, and choose the one with the best `monitor`, or the
             trained weights if they are better. The choice is saved as the average, used by
             `predict`, and loaded as the best model. Give a `WindowSearch` for other windows than
-            1, k/4, k/2 and k, or `WindowSearch(mode="max")` for an accuracy. `eval_averaged_loss`
-            is of the chosen window, `eval_averaged_k4_loss` of the window of 4; `eval_averaged_k`
-            and `eval_averaged_seconds` are logged as well.
+            1, k/4, k/2 and k, or with a `mode` if the name of `monitor` does not say whether high
+            values are good. `eval_averaged_loss` is of the chosen window, `eval_averaged_k4_loss`
+            of the window of 4; `eval_averaged_k` and `eval_averaged_seconds` are logged as well.
         rescue_spikes: When the training loss spikes or is NaN, go back to the mean of the good
             snapshots and skip the batch. Give a `SpikeRescue(factor=1.5)` for other settings.
         batch_norm_batches: How many batches of training data the BatchNorm statistics of the
