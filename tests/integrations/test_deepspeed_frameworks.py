@@ -11,6 +11,8 @@ import torch.distributed as dist
 from support.models import brute_force, same_bits
 from torch import Tensor, nn
 
+from torch_lawa.errors import ConfigError
+
 pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("deepspeed") is None,
@@ -139,6 +141,9 @@ def trainer_run(rank: int, folder: str, stage: int, bf16: bool) -> None:
     assert same(again.weights[6], recorder.weights[6])
     assert history(resumed, "eval_averaged_loss") == losses
     assert same(masters(resumed.model), chosen)
+    rescued = averaging(k=2, rescue_spikes=True)
+    with pytest.raises(ConfigError, match="step of a DeepSpeedEngine"):
+        trainer(place / "r", rescued, deepspeed=config(stage, bf16=bf16), **run).train()
 
 
 @pytest.mark.parametrize(("stage", "bf16"), [(2, False), (3, False), (3, True)])

@@ -48,7 +48,10 @@ class OuterStep(BuiltWrapper):
         inner(gradient)
         self.num_steps += 1
         done = self.num_steps - self._start
-        if done <= 0:
+        if done < 0:
+            return
+        if done == 0:
+            self.restart()
             return
         left = -done % self._period
         number = self._num_averaged - left  # of this step among those that are averaged

@@ -272,7 +272,7 @@ def test_mistakes_are_explained() -> None:
 
 
 def test_an_engine_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not at the first spike, hours later: DeepSpeed has stepped by then."""
+    """Not at the first spike, hours later."""
     monkeypatch.setattr(spike_rescue, "masters_of", lambda model: object())
     rescue = SpikeRescue(LatestWeightAverager(k=2))
     with pytest.raises(ConfigError, match="cannot skip the step of a Sequential"):
