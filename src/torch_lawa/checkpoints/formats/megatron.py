@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
+from torch_lawa.boxes import boxes
 from torch_lawa.checkpoints.formats.base import Checkpoint, TensorSpec, TrainingProgress
 from torch_lawa.checkpoints.formats.dcp import (
     DistributedCheckpoint,
@@ -26,7 +27,6 @@ from torch_lawa.checkpoints.formats.torch_pickle.state_dicts import (
     find_progress,
     is_training_state,
 )
-from torch_lawa.checkpoints.formats.torch_pickle.strided import boxes
 from torch_lawa.checkpoints.formats.torch_pickle.tensors import StoredTensor
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location
 from torch_lawa.errors import FormatError

@@ -19,13 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_lawa.boxes import boxes
 from torch_lawa.checkpoints.formats.megatron import MASTERS, MegatronCheckpoint
 from torch_lawa.checkpoints.formats.registry import StagedValues
 from torch_lawa.checkpoints.formats.safetensors import read_header
 from torch_lawa.checkpoints.formats.safetensors_folder import write_at
 from torch_lawa.checkpoints.formats.safetensors_torch import dtype_of, load_tensors
 from torch_lawa.checkpoints.formats.torch_pickle.archive import StorageEntry, find_storage
-from torch_lawa.checkpoints.formats.torch_pickle.strided import boxes, is_row_major
+from torch_lawa.checkpoints.formats.torch_pickle.strided import is_row_major
 from torch_lawa.checkpoints.formats.torch_pickle.tensors import StoredTensor
 from torch_lawa.checkpoints.storage.atomic import replacing
 from torch_lawa.checkpoints.storage.paths import ByteSource, LocalPath
