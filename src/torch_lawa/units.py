@@ -1,11 +1,11 @@
-"""Sizes, numbers and lists as text: "1.42 GB", "2 files", "this, or that"."""
+"""Sizes, numbers and lists as text: "1.42 GB", "2 files", "this, or that", "a, b and 4 more"."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch_lawa.errors import ConfigError
 
-__all__ = ["counted", "either", "format_bytes", "parse_bytes"]
+__all__ = ["counted", "either", "few", "format_bytes", "parse_bytes"]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 _TYPED = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)[bB]?\s*")
@@ -27,6 +27,17 @@ def either(ways: Sequence[str]) -> str:
     'Train longer, lower k, or set min_snapshots=1'
     """
     return ", or ".join(filter(None, (", ".join(ways[:-1]), ways[-1])))
+
+
+def few(names: Iterable[object], limit: int = 6) -> str:
+    """Join names for a message, the first few of them.
+
+    >>> few(["a", "b", "c"], limit=2)
+    'a, b and 1 more'
+    """
+    listed = [str(name) for name in names]
+    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
+    return ", ".join(listed[:limit]) + more
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -16,7 +16,6 @@ from torch_lawa.checkpoints.find.discovery import (
     select,
 )
 from torch_lawa.checkpoints.find.scores import Mode, choose_best
-from torch_lawa.checkpoints.find.step_names import few
 from torch_lawa.checkpoints.formats.base import Checkpoint
 from torch_lawa.checkpoints.formats.huggingface import read_json
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
@@ -28,7 +27,7 @@ from torch_lawa.offline.matching import PlannedTensor, match_tensors, shared_ali
 from torch_lawa.offline.options import DEFAULTS, AverageOptions
 from torch_lawa.offline.output_plan import Output, plan_output
 from torch_lawa.offline.side_files import links_out
-from torch_lawa.units import counted, format_bytes
+from torch_lawa.units import counted, few, format_bytes
 
 __all__ = ["AveragePlan", "Input", "PlannedInput", "plan_average", "plan_found", "plan_opened"]
 

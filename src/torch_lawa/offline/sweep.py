@@ -20,7 +20,6 @@ from torch_lawa.checkpoints.find.discovery import (
     require_number,
     select,
 )
-from torch_lawa.checkpoints.find.step_names import few
 from torch_lawa.checkpoints.formats.base import Checkpoint, TensorSpec
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.storage.atomic import recover_all, staging
@@ -47,7 +46,7 @@ from torch_lawa.offline.output_files import SafetensorsSink, writing
 from torch_lawa.offline.plan import Input, plan_found, plan_opened
 from torch_lawa.offline.sweep_rows import Evaluator, evaluate, source, without_known
 from torch_lawa.schedule import check_share, num_within
-from torch_lawa.units import counted, format_bytes
+from torch_lawa.units import counted, few, format_bytes
 
 __all__ = ["plan_sweep", "run_sweep", "sweep_checkpoints"]
 

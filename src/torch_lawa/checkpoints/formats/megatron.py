@@ -30,6 +30,7 @@ from torch_lawa.checkpoints.formats.torch_pickle.state_dicts import (
 from torch_lawa.checkpoints.formats.torch_pickle.tensors import StoredTensor
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location
 from torch_lawa.errors import FormatError
+from torch_lawa.units import few
 
 __all__ = ["MASTERS", "MegatronCheckpoint", "open_megatron"]
 
@@ -199,7 +200,7 @@ class MegatronCheckpoint(DistributedCheckpoint):
     def _note_folders(self) -> Iterator[str]:
         folders = [child.name for child in self._folder.children() if child.is_folder()]
         if folders:
-            yield f"left out: {', '.join(folders[:6])} (folders inside of a checkpoint)"
+            yield f"left out: {few(folders)} (folders inside of a checkpoint)"
 
 
 def _belongs(file: Location) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch_lawa.checkpoints.find.discovery import FoundCheckpoint, find_checkpoints
 from torch_lawa.checkpoints.find.expand import POINTERS
-from torch_lawa.checkpoints.find.step_names import few, parse_name
+from torch_lawa.checkpoints.find.step_names import parse_name
 from torch_lawa.checkpoints.formats.base import (
     Checkpoint,
     CheckpointLayout,
@@ -22,7 +22,7 @@ from torch_lawa.checkpoints.storage.paths import Location, parse_location
 from torch_lawa.errors import ConfigError, FormatError, LayoutError
 from torch_lawa.offline.engine import Meter, in_threads
 from torch_lawa.offline.inspect.text import aligned, labelled, plain, shortened, wrapped
-from torch_lawa.units import counted, format_bytes
+from torch_lawa.units import counted, few, format_bytes
 
 __all__ = ["Inspection", "RunInspection", "find_one", "inspect_checkpoint", "inspect_path"]
 

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from torch_lawa.checkpoints.find.discovery import FoundCheckpoint
-from torch_lawa.checkpoints.find.step_names import few
 from torch_lawa.errors import ConfigError, FormatError, LawaError
 from torch_lawa.offline.watch.checkpoint_files import LiveCheckpoint, open_live, signature_of
 from torch_lawa.offline.watch.live_run import LiveRun
 from torch_lawa.offline.watch.window_folder import WindowFolder
 from torch_lawa.offline.watch.window_manifest import KeptCheckpoint
+from torch_lawa.units import few
 
 __all__ = ["Admission"]
 
