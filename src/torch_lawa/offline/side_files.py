@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from torch_lawa.checkpoints.formats.base import Checkpoint
 from torch_lawa.checkpoints.formats.huggingface import weights_stem
+from torch_lawa.checkpoints.provenance import PROVENANCE_FILE
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location
 from torch_lawa.system_errors import named_errors
 
@@ -13,7 +14,7 @@ __all__ = ["links_out", "read_pieces", "side_files"]
 _COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 _NOT_COPIED = (
     "trainer_state.json",
-    "lawa.json",
+    PROVENANCE_FILE,
     "_strings.json",
     "zero_to_fp32.py",
     "zero_to_torch.py",

@@ -15,6 +15,7 @@ from torch_lawa.checkpoints.formats.base import (
     TrainingProgress,
     is_plain_name,
 )
+from torch_lawa.checkpoints.provenance import PROVENANCE_FILE
 from torch_lawa.errors import FormatError
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ _STEMS = sorted({name.partition(".")[0] for name in WEIGHTS})
 # Shards, and what describes the weights.
 FOLDER_PARTS = (
     rf"({'|'.join(_STEMS)})-[0-9]{{5}}-of-[0-9]{{5}}\.(safetensors|bin)"
-    r"|lawa\.json|trainer_state\.json"
+    rf"|{re.escape(PROVENANCE_FILE)}|trainer_state\.json"
 )
 # Diffusers and Transformers put the name of a variant before the suffix: `model.fp16.safetensors`.
 _WEIGHTS_FILE = re.compile(

@@ -28,6 +28,7 @@ from torch_lawa.checkpoints.formats.torch_pickle.state_dicts import (
     is_training_state,
 )
 from torch_lawa.checkpoints.formats.torch_pickle.tensors import StoredTensor
+from torch_lawa.checkpoints.provenance import PROVENANCE_FILE
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location
 from torch_lawa.errors import FormatError
 from torch_lawa.units import few
@@ -84,7 +85,7 @@ class MegatronCheckpoint(DistributedCheckpoint):
         return [
             child
             for child in self._folder.children()
-            if child.name != "lawa.json" and child.is_file() and _belongs(child)
+            if child.name != PROVENANCE_FILE and child.is_file() and _belongs(child)
         ]
 
     def _find_weights(

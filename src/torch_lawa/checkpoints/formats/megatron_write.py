@@ -6,7 +6,6 @@ states, the optimizer), so Megatron loads the result like any other checkpoint. 
 """
 
 import errno
-import json
 import math
 import os
 import re
@@ -28,6 +27,7 @@ from torch_lawa.checkpoints.formats.safetensors_torch import dtype_of, load_tens
 from torch_lawa.checkpoints.formats.torch_pickle.archive import StorageEntry, find_storage
 from torch_lawa.checkpoints.formats.torch_pickle.strided import is_row_major
 from torch_lawa.checkpoints.formats.torch_pickle.tensors import StoredTensor
+from torch_lawa.checkpoints.provenance import PROVENANCE_FILE, write_provenance
 from torch_lawa.checkpoints.storage.atomic import replacing
 from torch_lawa.checkpoints.storage.paths import ByteSource, LocalPath
 from torch_lawa.system_errors import named_errors
@@ -53,7 +53,7 @@ def write_megatron(staged: StagedValues) -> None:
                 if name in values:
                     files.replace(copy, name, values[name])
     with named_errors(folder):
-        (folder / "lawa.json").write_text(json.dumps(dict(staged.metadata), indent=2) + "\n")
+        write_provenance(folder, staged.metadata)
 
 
 def write_tracker(published: Path) -> None:
@@ -77,7 +77,7 @@ def _is_ours(tracker: Path) -> bool:
         return True
     except ValueError:
         return False
-    return (tracker.parent / name / "lawa.json").is_file()
+    return (tracker.parent / name / PROVENANCE_FILE).is_file()
 
 
 class _CopiedFiles:

@@ -17,7 +17,7 @@ from torch_lawa.checkpoints.formats.base import (
 )
 from torch_lawa.checkpoints.formats.huggingface import read_json
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
-from torch_lawa.checkpoints.provenance import PROVENANCE
+from torch_lawa.checkpoints.provenance import PROVENANCE, PROVENANCE_FILE
 from torch_lawa.checkpoints.storage.paths import Location, parse_location
 from torch_lawa.errors import ConfigError, FormatError, LayoutError
 from torch_lawa.offline.engine import Meter, in_threads
@@ -290,7 +290,7 @@ def _read_provenance(opened: Checkpoint) -> dict[str, Any] | None:
     """How a checkpoint was averaged, from its metadata or a file beside it."""
     text: object = opened.metadata.get(PROVENANCE)
     if text is None and opened.layout in ("distributed", "megatron"):
-        beside = opened.location.child("lawa.json")
+        beside = opened.location.child(PROVENANCE_FILE)
         text = read_json(beside).get(PROVENANCE) if beside.is_file() else None
     try:
         made = json.loads(text) if isinstance(text, str) else text
