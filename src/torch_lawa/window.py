@@ -120,16 +120,6 @@ class Window:
         return self.store.snapshots
 
     @property
-    def on_host(self) -> bool:
-        """Whether the snapshots are in host memory on any device of the model."""
-        return self.store.on_host
-
-    @property
-    def per_process(self) -> bool:
-        """Whether this window is independent of those of the other ranks."""
-        return bool(getattr(self.store, "per_process", False))
-
-    @property
     def seen(self) -> bool:
         """Whether the shardings are known from a model; not yet after a state was loaded."""
         return self._valid_bound() is not None or bool(self.shardings)
@@ -289,7 +279,7 @@ class Window:
         """A state dict of new tensors, which `write_into` fills."""
         check_float(dtype)
         with ordinary_mode():
-            home = device or ("cpu" if self.on_host else None)
+            home = device or ("cpu" if self.store.on_host else None)
             out = self.averaged.allocate(dtype, home)
             out.update(self.kept.allocate(None, home))
             write_into(out)

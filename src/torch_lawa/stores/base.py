@@ -269,6 +269,7 @@ class Store(ABC):
 
     packed: bool = False  # whether flat buffers have the layout of a file
     on_host: bool = True  # whether snapshots are in host memory on any device of the model
+    per_process: bool = False  # whether it is independent of the stores of the other ranks
     keep_evicted: bool = False
 
     def __init__(self) -> None:
