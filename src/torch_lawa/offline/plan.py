@@ -188,10 +188,9 @@ def plan_average(
     """
     many = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
     found = find_checkpoints(many, key=options.key)
-    selection: dict[str, Any] = {"last": last, "horizon": horizon, "at": at}
-    selection |= {"start": start, "stop": stop, "every": every}
     _check_best(best, metric, last=last, horizon=horizon, mode=mode, metrics=metrics)
-    chosen, location = select(found, **selection), parse_output(output)
+    chosen = select(found, last=last, horizon=horizon, at=at, start=start, stop=stop, every=every)
+    location = parse_output(output)
     # `at` says where a window ends, and not how long it is.
     if found.is_run and best is last is horizon is start is stop is every is None:
         num, labels = len(chosen.found), [each.label for each in chosen.found]
@@ -219,11 +218,11 @@ def plan_average(
     return replace(plan, inputs=scored, metric=of.metric, mode=of.mode)
 
 
-def _check_best(best: int | None, metric: str | None, **others: object) -> None:
-    last, horizon = others.pop("last"), others.pop("horizon")
+def _check_best(
+    best: int | None, metric: str | None, *, last: object, horizon: object, **others: object
+) -> None:
     if best is None:
-        given = {"metric": metric, **others}
-        for name, value in given.items():
+        for name, value in {"metric": metric, **others}.items():
             if value is not None:
                 raise ConfigError(f"--{name} {value}: say how many checkpoints, such as --best 5.")
     elif metric is None:

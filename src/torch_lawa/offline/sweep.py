@@ -243,8 +243,16 @@ def sweep_checkpoints(
     >>> [(row["step"], row["k"], row["w"]) for row in rows]
     [(200, 2, 150.0), (300, 2, 250.0), (300, 3, 200.0)]
     """
-    chosen: dict[str, Any] = {"horizons": horizons, "at": at, "start": start, "stop": stop}
-    plan = plan_sweep(inputs, ks, **chosen, every=every, options=options)
+    plan = plan_sweep(
+        inputs,
+        ks,
+        horizons=horizons,
+        at=at,
+        start=start,
+        stop=stop,
+        every=every,
+        options=options,
+    )
     return run_sweep(plan, evaluator=evaluator, metrics=metrics, output=output, threads=threads)
 
 
