@@ -86,7 +86,7 @@ class AveragePlan:
             span = f", the last {self.horizon:.6g} of the {unit} up to {newest}"
         if self.metric is not None:
             span = f", those with the {'lowest' if self.mode == 'min' else 'highest'} {self.metric}"
-        num = f"{len(self.inputs)} checkpoint{'s'[: len(self.inputs) != 1]}"
+        num = counted(len(self.inputs), "checkpoint")
         lines = [f"Average of {num} ({self.coefficients}){span}, oldest first:"]
         labels = max(len(i.label) for i in self.inputs)
         for i in self.inputs:
@@ -101,7 +101,7 @@ class AveragePlan:
             f"Tensors: {len(averaged)} averaged ({', '.join(dtypes) or 'none'}; "
             f"{sum(t.target.numel for t in averaged):,} values), "
             f"{len(self.tensors) - len(averaged)} from the newest, "
-            f"{len(self.aliases)} tied name{'s'[: len(self.aliases) != 1]}."
+            f"{counted(len(self.aliases), 'tied name')}."
         )
         lines.append(
             f"Reads {format_bytes(self.bytes_read)}, writes {format_bytes(self.bytes_written)}:"
@@ -306,8 +306,7 @@ def _notes(
     statistics = sum(t.name.endswith("running_mean") for t in tensors)
     if statistics and options.buffers == "newest":
         notes.append(
-            f"BatchNorm's running statistics ({statistics} layer{'s'[: statistics != 1]}) come "
-            "from the newest "
+            f"BatchNorm's running statistics ({counted(statistics, 'layer')}) come from the newest "
             "checkpoint; re-estimate them before use (torch_lawa.recalibrate_batch_norm)."
         )
     if links := links_out(opened[-1]):
