@@ -154,8 +154,14 @@ def plan_sweep(
     statistics of their newest checkpoint, so `layout`, `max_shard_size` and `buffers` of the
     options do not apply.
     """
+    if not (ks or horizons):
+        raise ConfigError(
+            "give the windows of a sweep: lengths with --k or shares of the steps with --horizon."
+        )
+    if at is not None and not at:
+        raise ConfigError("at=[]: give the steps at which windows end, or leave it out for all.")
     wrong = [k for k in ks if k < 1 or list(ks).count(k) > 1]
-    if wrong or not (ks or horizons):
+    if wrong:
         raise ConfigError(
             f"--k {','.join(map(str, wrong))}: give distinct whole numbers of at least 1, such as "
             "2,4,6."

@@ -91,3 +91,10 @@ def test_what_a_sweep_does_not_support_is_refused(run: Path, name: str) -> None:
     value: Any = {"layout": "sharded", "max_shard_size": 100, "buffers": "average"}[name]
     with pytest.raises(ConfigError, match=name):
         sweep_checkpoints(run, [2], output="s", options=AverageOptions(**{name: value}))
+
+
+def test_a_sweep_without_windows_is_refused(run: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--k or shares .* --horizon"):
+        sweep_checkpoints(run, output="s")
+    with pytest.raises(ConfigError, match=r"at=\[\]"):
+        sweep_checkpoints(run, [2], at=[], output="s")
