@@ -27,7 +27,8 @@ from torch_lawa.checkpoints.formats.torch_pickle.state_dicts import (
     is_training_state,
 )
 from torch_lawa.checkpoints.formats.torch_pickle.tensors import CODES, MAKERS, StoredTensor, as_size
-from torch_lawa.checkpoints.storage.paths import ByteSource, Location
+from torch_lawa.checkpoints.storage.byte_sources import ByteSource
+from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import FormatError
 
 if TYPE_CHECKING:

@@ -39,7 +39,8 @@ from torch_lawa.checkpoints.formats.deepspeed_states import (
 )
 from torch_lawa.checkpoints.formats.torch_pickle.safe_pickle import Record
 from torch_lawa.checkpoints.formats.torch_pickle.tensors import StoredTensor
-from torch_lawa.checkpoints.storage.paths import ByteSource, Location
+from torch_lawa.checkpoints.storage.byte_sources import ByteSource
+from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import ConfigError, FormatError
 from torch_lawa.units import few
 

@@ -29,7 +29,8 @@ from torch_lawa.checkpoints.formats.torch_pickle.strided import is_row_major
 from torch_lawa.checkpoints.formats.torch_pickle.tensors import StoredTensor
 from torch_lawa.checkpoints.provenance import PROVENANCE_FILE, write_provenance
 from torch_lawa.checkpoints.storage.atomic import replacing
-from torch_lawa.checkpoints.storage.paths import ByteSource, LocalPath
+from torch_lawa.checkpoints.storage.byte_sources import ByteSource
+from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.system_errors import named_errors
 
 __all__ = ["TRACKER", "write_megatron", "write_tracker"]

@@ -19,7 +19,8 @@ from torch_lawa.checkpoints.formats.base import (
     TrainingProgress,
     is_text,
 )
-from torch_lawa.checkpoints.storage.paths import ByteSource, LocalPath, Location
+from torch_lawa.checkpoints.storage.byte_sources import ByteSource
+from torch_lawa.checkpoints.storage.paths import LocalPath, Location
 from torch_lawa.errors import FormatError
 from torch_lawa.garbage import paused_garbage_collection
 from torch_lawa.mean.dtypes import DTYPES
