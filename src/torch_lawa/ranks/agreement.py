@@ -138,9 +138,7 @@ class FailTogether:
                 reason = " ".join(str(error).split()) or repr(error)
                 own = f"rank {self.rank} failed, so nothing was written: {reason}"
                 first = self._report(own)
-                with contextlib.suppress(
-                    RankError
-                ):  # if another rank is gone, this error says more
+                with contextlib.suppress(RankError):  # this error says more
                     self._exchange("", first, None)
                 self._settled = True
                 if first != own:

@@ -207,8 +207,14 @@ def inspect_path(
         discovery = find_checkpoints([path], key=key)
         if discovery.is_run or len(discovery.found) > 1:
             formats, sizes = _open_all(discovery.found, key)
-            return RunInspection(os.fspath(path), discovery.found, formats, sizes,
-                       discovery.ordered_by, discovery.notes)  # fmt: skip
+            return RunInspection(
+                os.fspath(path),
+                discovery.found,
+                formats,
+                sizes,
+                discovery.ordered_by,
+                discovery.notes,
+            )
     return inspect_checkpoint(path, key)
 
 
@@ -247,10 +253,8 @@ def find_one(
 ) -> tuple[Location, tuple[str, ...]]:
     """The one checkpoint that a path names, and notes on how it was found."""
     location = parse_location(path)
-    if (
-        location.is_file() and location.name not in POINTERS
-    ):  # whatever its name: a shard can be inspected too
-        return location, ()
+    if location.is_file() and location.name not in POINTERS:
+        return location, ()  # whatever its name: a shard can be inspected, too
     discovery = find_checkpoints([path], key=key)
     if discovery.is_run or len(discovery.found) > 1:
         raise ConfigError(

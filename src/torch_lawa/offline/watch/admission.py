@@ -43,9 +43,7 @@ class Admission:
         self._run, self._window, self._k, self._each = run, window, k, each
         self._settle, self._say, self._stop, self._clock = settle, say, stop, clock
         self._found: dict[int, FoundCheckpoint] = {}
-        self._observed: dict[
-            int, tuple[str, float]
-        ] = {}  # signature, and the time it was first seen
+        self._observed: dict[int, tuple[str, float]] = {}  # signature, and when it was first seen
         self._broken: dict[int, str] = {}
         self._by = ""
         self._newest = -1  # number of the newest in the window before this poll
