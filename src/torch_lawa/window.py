@@ -96,7 +96,7 @@ class Window:
 
     @property
     def shardings(self) -> dict[str, Sharding]:
-        """Known once a model was seen."""
+        """What the sharded tensors are shards of; known once a model was seen."""
         return {} if self._bound is None else self._bound.shardings
 
     @property
@@ -131,7 +131,7 @@ class Window:
 
     @property
     def _key(self) -> object:
-        """Of the snapshot that samples are collected for."""
+        """Identifies the snapshot that samples are collected for."""
         return self.identity, self.num_collected
 
     @property

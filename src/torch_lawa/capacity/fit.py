@@ -161,7 +161,7 @@ def _fits(run: TrainingRun, **change: Any) -> bool:
 
 
 def _last(fits: Callable[[int], bool]) -> int | None:
-    """The largest number that fits, where all smaller ones do."""
+    """The largest number that fits, if smaller numbers fit as well; None if 1 does not."""
     if not fits(1):
         return None
     low, high = 1, 2

@@ -32,7 +32,7 @@ class Uniform:
 
     @property
     def argument(self) -> str:
-        """None."""
+        """It has none."""
         return ""
 
     def weights(self, n: int) -> Weights:

@@ -27,7 +27,7 @@ __all__ = [
 
 
 def rank_and_size(group: "ProcessGroup | None" = None) -> tuple[int, int]:
-    """Of this process in a group, by default in all; without a process group, rank 0 of 1."""
+    """The rank of this process in a group (by default, of all), and its size; else 0 of 1."""
     dist = torch.distributed
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1

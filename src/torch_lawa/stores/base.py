@@ -354,11 +354,11 @@ class Store(ABC):
         """The flat buffers of the kept tensors, from the newest snapshot."""
 
     def shared_flats(self, snapshot: Snapshot) -> list[Tensor]:
-        """As `flats`, for callers who keep them, and read them after `check_read`."""
+        """The same as `flats`, for callers who keep them, and read them after `check_read`."""
         return self.flats(snapshot)
 
     def shared_kept_flats(self) -> list[Tensor]:
-        """As `kept_flats`, for such callers."""
+        """The same as `kept_flats`, for such callers."""
         return self.kept_flats()
 
     def check_read(self) -> None:

@@ -1,6 +1,6 @@
 """Inputs as a user types them (paths, URLs, patterns, a run's folder), expanded to candidates.
 
-Candidates have no order and no steps yet: `select` adds those.
+Candidates have no order and no steps yet: `find_checkpoints` adds those.
 """
 
 import os
