@@ -159,13 +159,15 @@ class ShardedCheckpoint(Checkpoint):
                 aliases[name] = shard.aliases[name]
             else:
                 raise FormatError(
-                    f"{shard.location}: {index.name} names {name!r}, which is not in this file."
+                    f"{shard.location}: {index.name} names {name!r}, which is not in this file. "
+                    "One of the two is from another checkpoint: copy or save all files again."
                 )
         for shard in self._shards.values():
             for name in shard.tensors:
                 if weight_map.get(name) != shard.location.name:
                     raise FormatError(
-                        f"{shard.location}: contains {name!r}, which is not listed in {index.name}."
+                        f"{shard.location}: contains {name!r}, which {index.name} does not list. "
+                        "One of the two is from another checkpoint: copy or save all files again."
                     )
             aliases |= {n: kept for n, kept in shard.aliases.items() if n not in tensors}
         return tensors, aliases

@@ -110,7 +110,9 @@ class MegatronCheckpoint(DistributedCheckpoint):
                 buckets[name] = entry
         notes = list(self._note_folders())
         if not weights:
-            raise FormatError(f"{self._folder}: contains no tensors of a model.")
+            raise FormatError(
+                f"{self._folder}: contains no tensors of a model. Save it with the model."
+            )
         if key != MASTERS:
             if masters or buckets:
                 notes.append(

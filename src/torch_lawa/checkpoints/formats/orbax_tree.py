@@ -233,7 +233,7 @@ def _collect(
             raise FormatError(f"{location}: two arrays have the name {name!r}: rename one.")
         found[name] = leaf
     if not found:
-        raise FormatError(f"{location}: contains no arrays.")
+        raise FormatError(f"{location}: contains no arrays. Save it with the weights.")
     return ChosenWeights(found, key, notes)
 
 

@@ -152,12 +152,17 @@ def _parse(text: bytes, location: Location) -> Header:
         metadata = {str(k): str(v) for k, v in raw.pop(_METADATA, {}).items()}
         entries = _read_entries(raw)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FormatError(f"{location}: the safetensors header is broken ({error}).") from None
+        raise FormatError(
+            f"{location}: the safetensors header is broken ({error}). Write the file again."
+        ) from None
     end = 0
     entries.sort(key=_range_of)
     for name, _, (begin, stop) in entries:
         if begin != end:
-            raise FormatError(f"{location}: tensor {name!r} begins at {begin}, expected {end}.")
+            raise FormatError(
+                f"{location}: tensor {name!r} begins at {begin}, expected {end}. The file is "
+                "damaged; write it again."
+            )
         end = stop
     tensors = {name: spec for name, spec, _ in entries}
     ranges = {name: span for name, _, span in entries}

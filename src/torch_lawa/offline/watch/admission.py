@@ -62,7 +62,8 @@ class Admission:
         if by not in ("", discovery.ordered_by):
             raise FormatError(
                 f"{self._run.text}: the checkpoints were ordered by {by}, and now only by "
-                f"{discovery.ordered_by}, so the window cannot be continued."
+                f"{discovery.ordered_by}, so the window cannot be continued. Put the {by} into all "
+                f"names again, or remove {self._window.folder} to begin a new window."
             )
         if not self._by:  # only the first time: later, files left out are mostly incomplete
             for note in discovery.notes:

@@ -167,7 +167,9 @@ class _Finder(Generic[Leaf]):
             return top, "", ()
         if not direct and not nested:
             keys = few((repr(str(k)) for k in top), limit=12) or "none"
-            raise FormatError(f"{self._location}: contains no tensors (keys: {keys}).")
+            raise FormatError(
+                f"{self._location}: contains no tensors (keys: {keys}): save model.state_dict()."
+            )
         raise FormatError(
             f"{self._location}: it is not clear which tensors are the weights; {_CHOOSE} from: "
             f"{self._list_entries(top)}."
