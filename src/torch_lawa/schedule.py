@@ -46,6 +46,7 @@ __all__ = [
     "choose_schedule",
     "num_within",
     "register_schedule",
+    "smaller_window",
 ]
 
 

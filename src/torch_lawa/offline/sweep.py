@@ -48,7 +48,7 @@ from torch_lawa.offline.sweep_rows import Evaluator, evaluate, source, without_k
 from torch_lawa.schedule import check_share, num_within
 from torch_lawa.units import counted, few, format_bytes
 
-__all__ = ["plan_sweep", "run_sweep", "sweep_checkpoints"]
+__all__ = ["SweepPlan", "SweepWindow", "plan_sweep", "run_sweep", "sweep_checkpoints"]
 
 _RESULTS = 1 << 22  # bytes of the results of all windows in memory at a time, per thread
 _SHARE_OF_DISK = 0.5

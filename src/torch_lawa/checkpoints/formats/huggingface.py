@@ -27,7 +27,6 @@ __all__ = [
     "FOLDER_FILES",
     "FOLDER_PARTS",
     "INDEXES",
-    "WEIGHTS",
     "find_weights_file",
     "open_folder",
     "read_json",
@@ -37,7 +36,7 @@ __all__ = [
 DIFFUSERS = "diffusion_pytorch_model"  # how Diffusers calls the files of a model
 # In this order: where a folder has several, the first is the one that `from_pretrained` reads.
 # Diffusers' scripts train LoRA weights and leave a `model.safetensors` of Accelerate beside them.
-WEIGHTS = (
+_WEIGHTS = (
     "pytorch_lora_weights.safetensors",
     "model.safetensors",
     "adapter_model.safetensors",
@@ -52,8 +51,8 @@ INDEXES = (
     "pytorch_model.bin.index.json",
     f"{DIFFUSERS}.bin.index.json",
 )
-FOLDER_FILES = (*WEIGHTS, *INDEXES)
-_STEMS = sorted({name.partition(".")[0] for name in WEIGHTS})
+FOLDER_FILES = (*_WEIGHTS, *INDEXES)
+_STEMS = sorted({name.partition(".")[0] for name in _WEIGHTS})
 # Shards, and what describes the weights.
 FOLDER_PARTS = (
     rf"({'|'.join(_STEMS)})-[0-9]{{5}}-of-[0-9]{{5}}\.(safetensors|bin)"
@@ -89,7 +88,7 @@ def open_folder(folder: "Location", key: str | None = None) -> Checkpoint:
     found = find_weights_file(folder)
     if found is None:
         raise FormatError(
-            f"{folder}: no checkpoint here: looked for {', '.join(WEIGHTS[1:3])}, {INDEXES[0]}, …"
+            f"{folder}: no checkpoint here: looked for {', '.join(_WEIGHTS[1:3])}, {INDEXES[0]}, …"
         )
     opener = _opener(found.name, key)
     progress = _trainer_state(folder)

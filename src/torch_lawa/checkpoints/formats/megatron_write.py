@@ -33,9 +33,9 @@ from torch_lawa.checkpoints.storage.byte_sources import ByteSource
 from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.system_errors import named_errors
 
-__all__ = ["TRACKER", "write_megatron", "write_tracker"]
+__all__ = ["write_megatron", "write_tracker"]
 
-TRACKER = "latest_checkpointed_iteration.txt"
+_TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_([0-9]{7,18})|release")
 _PIECE = 1 << 22  # values or bytes that are in memory at a time
 
@@ -63,7 +63,7 @@ def write_tracker(published: Path) -> None:
     A file that names a checkpoint of a training run is left as it is.
     """
     found = _ITERATION.fullmatch(published.name)
-    tracker = published.parent / TRACKER
+    tracker = published.parent / _TRACKER
     if found is None or not _is_ours(tracker):
         return
     with replacing(tracker) as file:
