@@ -26,7 +26,19 @@ from torch_lawa.swap import ordinary_mode
 from torch_lawa.validation import check_float, whole_number
 from torch_lawa.window_mean import MeanReader, Sliding, TensorMeans
 
-__all__ = ["Window"]
+__all__ = ["SavedWindow", "Window"]
+
+
+@dataclass(frozen=True)
+class SavedWindow:
+    """The validated contents of a saved state."""
+
+    contents: list[Content]  # oldest first
+    dtypes: dict[str, torch.dtype]  # of the averaged tensors in the model
+    ties: dict[str, str]
+    excluded: tuple[str, ...]
+    block: Block | None  # the samples after the newest snapshot
+    counters: Counters
 
 
 @dataclass(frozen=True)
@@ -317,24 +329,17 @@ class Window:
             for s in self.snapshots
         ]
 
-    def load(
-        self,
-        contents: list[Content],
-        dtypes: Mapping[str, torch.dtype],
-        ties: dict[str, str],
-        excluded: tuple[str, ...],
-        counters: Counters,
-        block: Block | None,
-    ) -> None:
-        """Replace everything by saved contents, oldest first, and the samples after them."""
+    def load(self, saved: SavedWindow) -> None:
+        """Replace everything by what was saved; of the snapshots by the newest that fit."""
         layouts = FlatLayout(()), FlatLayout(())
-        if contents:
-            newest = contents[-1]
-            layouts = self._layouts(newest.averaged, newest.kept, dtypes)
-        notes: Notes = {**counters, "ties": ties, "excluded": list(excluded), "shards": ""}
-        self.store.refill(*layouts, self.k, contents[-self.k :], notes)
-        if self.block is not None and block is not None:
-            self.block.load(block, self._key)
+        if saved.contents:
+            newest = saved.contents[-1]
+            layouts = self._layouts(newest.averaged, newest.kept, saved.dtypes)
+        ties, excluded = saved.ties, list(saved.excluded)
+        notes: Notes = {**saved.counters, "ties": ties, "excluded": excluded, "shards": ""}
+        self.store.refill(*layouts, self.k, saved.contents[-self.k :], notes)
+        if self.block is not None and saved.block is not None:
+            self.block.load(saved.block, self._key)
 
     def clear(self, counters: Counters) -> None:
         """Drop every snapshot."""
