@@ -10,6 +10,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,7 +157,7 @@ def _parse(text: bytes, location: Location) -> Header:
             f"{location}: the safetensors header is broken ({error}). Write the file again."
         ) from None
     end = 0
-    entries.sort(key=_range_of)
+    entries.sort(key=itemgetter(2))  # by their ranges
     for name, _, (begin, stop) in entries:
         if begin != end:
             raise FormatError(
@@ -204,10 +205,6 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _Entry = tuple[str, TensorSpec, tuple[int, int]]
-
-
-def _range_of(entry: _Entry) -> tuple[int, int]:
-    return entry[2]
 
 
 def _read_entries(raw: Mapping[str, Any]) -> list[_Entry]:
