@@ -160,7 +160,7 @@ def plan_sweep(
         )
     if at is not None and not at:
         raise ConfigError("at=[]: give the steps at which windows end, or leave it out for all.")
-    wrong = [k for k in ks if k < 1 or list(ks).count(k) > 1]
+    wrong = [k for k in ks if not hasattr(k, "__index__") or k < 1 or list(ks).count(k) > 1]
     if wrong:
         raise ConfigError(
             f"--k {','.join(map(str, wrong))}: give distinct whole numbers of at least 1, such as "

@@ -98,3 +98,15 @@ def test_a_sweep_without_windows_is_refused(run: Path) -> None:
         sweep_checkpoints(run, output="s")
     with pytest.raises(ConfigError, match=r"at=\[\]"):
         sweep_checkpoints(run, [2], at=[], output="s")
+
+
+@pytest.mark.parametrize("k", [2.0, "2", 0])
+def test_a_sweep_takes_whole_numbers(run: Path, k: Any) -> None:
+    with pytest.raises(ConfigError, match=f"--k {k}: give distinct whole numbers"):
+        sweep_checkpoints(run, [k], output="s")
+
+
+@pytest.mark.parametrize("size", ["5GB", 0])
+def test_the_size_of_shards_is_a_number_of_bytes(size: Any) -> None:
+    with pytest.raises(ConfigError, match=f"max_shard_size={size!r}"):
+        AverageOptions(max_shard_size=size)
