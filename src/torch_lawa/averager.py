@@ -457,14 +457,7 @@ class LatestWeightAverager:
         try:
             self._schedule.load_state_dict(saved.counters["schedule"])
             with ordinary_mode():
-                self._window.load(
-                    saved.contents,
-                    saved.dtypes,
-                    saved.ties,
-                    saved.excluded,
-                    saved.counters,
-                    saved.block,
-                )
+                self._window.load(saved)
             self._take_counters(saved.counters)
         except BaseException:
             self._take_counters(before if self._window.identity is window else saved.counters)

@@ -11,7 +11,6 @@ import copy
 import io
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,23 +21,11 @@ from torch_lawa.errors import StateError
 from torch_lawa.shards import local
 from torch_lawa.stores.base import Content, Counters, Snapshot
 from torch_lawa.validation import DAMAGE
-from torch_lawa.window import Window
+from torch_lawa.window import SavedWindow, Window
 
-__all__ = ["Saved", "pack", "pack_slots", "pickled", "unpack", "without_newest"]
+__all__ = ["pack", "pack_slots", "pickled", "unpack", "without_newest"]
 
 _LIST, _SLOTS = 1, 2  # versions
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A state that was validated."""
-
-    counters: Counters
-    contents: list[Content]
-    dtypes: dict[str, torch.dtype]
-    ties: dict[str, str]
-    excluded: tuple[str, ...]
-    block: Block | None
 
 
 def pack(counters: Counters, window: Window) -> dict[str, Any]:
@@ -129,7 +116,7 @@ def _dtype_names(window: Window) -> dict[str, str]:
     return {name: str(dtype).removeprefix("torch.") for name, (_, dtype) in signature.items()}
 
 
-def unpack(state: Mapping[str, Any], window: Window | None = None) -> Saved:
+def unpack(state: Mapping[str, Any], window: Window) -> SavedWindow:
     """Validate a saved state completely; raises before anything is changed.
 
     The notes of a state in slots are those of one rank. With pipeline stages, ranks have tensors of
@@ -160,7 +147,7 @@ def unpack(state: Mapping[str, Any], window: Window | None = None) -> Saved:
             for row in rows
         ]
         block = _block(state, notes)
-        if version == _SLOTS and contents and window is not None and window.seen:
+        if version == _SLOTS and contents and window.seen:
             names, own = contents[-1].averaged, window.averaged.signature()
             dtypes = {n: dtypes[n] if n in dtypes else own[n][1] for n in names}
             ties = {**ties, **window.ties}
@@ -171,7 +158,7 @@ def unpack(state: Mapping[str, Any], window: Window | None = None) -> Saved:
             f"the saved averager state is damaged ({error!r}): load the checkpoint again."
         ) from None
     _check_tensors(contents, dtypes, kept, block)
-    return Saved(counters, contents, dtypes, ties, excluded, block)
+    return SavedWindow(contents, dtypes, ties, excluded, block, counters)
 
 
 def _block(state: Mapping[str, Any], notes: Mapping[str, Any]) -> Block | None:

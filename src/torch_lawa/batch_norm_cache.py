@@ -52,7 +52,8 @@ class BatchNormCache:
 
         A blend also changes with the live weights, so its statistics are estimated each time.
         """
-        return not _is_blend(averager) and _window(averager, k) in self._values
+        blends = isinstance(averager.coefficients, Blend)
+        return not blends and _window(averager, k) in self._values
 
     def put_into(
         self,
@@ -105,10 +106,6 @@ def _window(averager: LatestWeightAverager, k: int | None) -> tuple[int, ...]:
     if window and newest is not None and newest > window[-1]:
         window.append(newest)  # samples since the newest snapshot are a part of the average
     return tuple(window)
-
-
-def _is_blend(averager: LatestWeightAverager) -> bool:
-    return isinstance(averager.coefficients, Blend)
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

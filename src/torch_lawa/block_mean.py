@@ -121,7 +121,8 @@ class BlockMean:
         old, self._tensors = self._tensors, {}
         for name, tensor in tensors.items():
             dtype, mine = summed_dtype(tensor.dtype), old.get(name)
-            if mine is None or _form(mine) != (tensor.shape, dtype, tensor.device):
+            form = tensor.shape, dtype, tensor.device
+            if mine is None or (mine.shape, mine.dtype, mine.device) != form:
                 mine = torch.empty_like(tensor, dtype=dtype)
             self._tensors[name] = mine.copy_(tensor)
 
@@ -141,7 +142,3 @@ def summed_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
-
-
-def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return tensor.shape, tensor.dtype, tensor.device

@@ -184,16 +184,12 @@ def _averages(
 def _windows(
     averager: LatestWeightAverager, ks: Sequence[int | tuple[int, Coefficients]] | None
 ) -> Iterator[_Average]:
-    if not ks:
-        rule = averager.coefficients
-        facts = {"weights": averager.kind, "k": averager.k, "coefficients": name_coefficients(rule)}
-        if averager.ready:
-            yield _Average(averager.swapped_into, facts)
-    for entry in ks or ():
+    ks = ks or [averager.k]
+    for entry in ks:
         k, rule = entry if isinstance(entry, tuple) else (entry, averager.coefficients)
         if not 1 <= k <= averager.k:
             raise ConfigError(
-                f"ks={list(ks or ())}: the averager's window holds {averager.k}, so ask for 1 to "
+                f"ks={list(ks)}: the averager's window holds {averager.k}, so ask for 1 to "
                 f"{averager.k}."
             )
         num_averaged = averager.num_averaged if k == averager.k else min(k, len(averager))

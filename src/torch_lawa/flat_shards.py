@@ -1,59 +1,27 @@
 """Tensors that are flattened and cut into runs: each rank holds one run of consecutive values.
 
 ZeRO divides weights like this. A run may begin and end anywhere, so no placement of a DTensor
-describes it. A `FlatShard` plays the part of the DTensor: it has the whole tensor's shape, is saved
-and loaded through `torch.distributed.checkpoint` on any number of ranks, and can be gathered.
+describes it. A `FlatShard` takes the place of the DTensor: it has the whole tensor's shape, is
+saved through `torch.distributed.checkpoint` as boxes, so that it can be loaded on any number of
+ranks, and can be gathered.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from torch_lawa.boxes import Box, boxes
 from torch_lawa.errors import LayoutError
 from torch_lawa.shards import Sharding
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Box", "FlatShard", "FlatSharding", "boxes"]
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
-
-
-def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The boxes that the values `start` to `stop` of a flattened tensor make up, in their order.
-
-    There are at most `2 * dimensions - 1`. Checkpoints are described by boxes, so that a run can be
-    saved and then loaded by ranks that hold other runs, or whole tensors.
-
-    >>> list(boxes((4, 3), 2, 10))
-    [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
-    """
-    if start >= stop:
-        return
-    if len(shape) < 2:
-        yield ((start,), (stop - start,)) if shape else ((), ())
-        return
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the whole rows
-    if first > last:  # within one row
-        yield from _inside(shape, last, start, stop)
-        return
-    yield from _inside(shape, first - 1, start, first * row)
-    if first < last:
-        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    yield from _inside(shape, last, last * row, stop)
-
-
-def _inside(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[Box]:
-    """The boxes of values that are all in the row of this index."""
-    begin = index * math.prod(shape[1:])
-    for offsets, sizes in boxes(shape[1:], start - begin, stop - begin):
-        yield (index, *offsets), (1, *sizes)
+__all__ = ["FlatShard", "FlatSharding"]
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ __all__ = [
     "choose_schedule",
     "num_within",
     "register_schedule",
+    "smaller_window",
 ]
 
 
@@ -94,7 +95,7 @@ class Schedule(abc.ABC):
         return len(steps)
 
     def warn_if_bypassed(self) -> None:  # noqa: B027  # few have something to warn of
-        """Asked when the first snapshot is collected by hand, without a step."""
+        """Called when the first snapshot is collected by hand, without a step."""
 
     def state_dict(self) -> dict[str, Any]:
         """The fields with `init=False`: plain numbers."""

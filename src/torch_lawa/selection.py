@@ -251,7 +251,7 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
 
 
 def _wrapper_attribute(cls: type[nn.Module]) -> str | None:
-    """By name, since importing the wrappers loads half of PyTorch."""
+    """Where a class holds the wrapped module, by name: importing wrappers loads half of PyTorch."""
     if cls not in _wrapper_attributes:
         names = (c.__name__ for c in cls.__mro__ if c.__module__.startswith(_WRAPPED_BY))
         _wrapper_attributes[cls] = next((_WRAPPERS[n] for n in names if n in _WRAPPERS), None)

@@ -164,7 +164,7 @@ class MeshSharding(Sharding):
         ]
 
     def positions(self, shape: torch.Size) -> Callable[[Sequence[Tensor]], Tensor]:
-        """By the indices along each dimension that this rank's shard has."""
+        """Computed from the indices along each dimension that this rank's shard has."""
         own = self._own_indices()
         if tuple(map(len, own)) != tuple(shape):
             raise LayoutError(

@@ -283,11 +283,11 @@ def go_to_average(model: nn.Module, averager: LatestWeightAverager, k: int | Non
     Of a blend it is the mean alone: the live weights are what is given up. Buffers become those of
     the newest snapshot. Takes memory for two copies of the weights, for a moment.
     """
-    most = averager.num_averaged or len(averager)
+    usual = averager.num_averaged or len(averager)
+    n = usual if k is None else min(k, len(averager))
     rule = averager.coefficients
     rule = rule.rule if isinstance(rule, Blend) else rule
-    most = most if k is None else min(k, len(averager))
-    with averager.swapped_into(model, most, coefficients=rule):
+    with averager.swapped_into(model, n, coefficients=rule):
         tensors = live_tensors(model)
         with ordinary_mode():
             values = {name: tensor.clone() for name, tensor in tensors.items()}

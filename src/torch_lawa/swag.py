@@ -53,7 +53,10 @@ class Draw:
     def check(self, n: int) -> None:
         """Raise if so few snapshots have no spread."""
         if n < 2:
-            raise NotReadyError(f"a sample needs at least 2 snapshots, but the window has {n}.")
+            raise NotReadyError(
+                f"a sample is drawn from at least 2 snapshots, not from {n}: collect more, or "
+                "request a larger k."
+            )
 
     def around(
         self, means: Iterable[tuple[int, Tensor]], snapshots: Sequence[Tensor], group: FlatGroup

@@ -166,7 +166,7 @@ class _Swap(AbstractContextManager[None]):
             self._leave()
 
     def _claim(self) -> None:
-        """Mark the model as swapped. Of two threads that do so, the first one in the table may."""
+        """Mark the model as swapped. Of two threads that do so, the second in the table raises."""
         addresses = _addresses(self._model)
         _swapped[id(self)] = unwrap(self._model), addresses
         earlier = []

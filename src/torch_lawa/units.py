@@ -1,11 +1,11 @@
-"""Sizes, numbers and lists as text: "1.42 GB", "2 files", "this, or that"."""
+"""Sizes, numbers and lists as text: "1.42 GB", "2 files", "this, or that", "a, b and 4 more"."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch_lawa.errors import ConfigError
 
-__all__ = ["counted", "either", "format_bytes", "parse_bytes"]
+__all__ = ["counted", "either", "few", "format_bytes", "parse_bytes", "three_digits"]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 _TYPED = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)[bB]?\s*")
@@ -29,16 +29,36 @@ def either(ways: Sequence[str]) -> str:
     return ", or ".join(filter(None, (", ".join(ways[:-1]), ways[-1])))
 
 
+def few(names: Iterable[object], limit: int = 6) -> str:
+    """Join names for a message, the first few of them.
+
+    >>> few(["a", "b", "c"], limit=2)
+    'a, b and 1 more'
+    """
+    listed = [str(name) for name in names]
+    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
+    return ", ".join(listed[:limit]) + more
+
+
 def format_bytes(num_bytes: float) -> str:
-    """Bytes in the largest unit in which the number is at least 1.
+    """Bytes, with three digits, in the largest unit in which the number is at least 1.
 
     >>> format_bytes(1_420_000_000), format_bytes(12)
     ('1.42 GB', '12 B')
     """
     at = 0
-    while num_bytes >= 1000 and at < len(_UNITS) - 1:
+    while num_bytes >= 999.5 and at < len(_UNITS) - 1:  # 999.5 rounds to 1000
         num_bytes, at = num_bytes / 1000, at + 1
-    return f"{num_bytes:.3g} {_UNITS[at]}"
+    return f"{three_digits(num_bytes)} {_UNITS[at]}"
+
+
+def three_digits(number: float) -> str:
+    """A number with three digits, or more if they are needed, and without an exponent.
+
+    >>> three_digits(1.4219), three_digits(1234.5)
+    ('1.42', '1,234')
+    """
+    return f"{number:,.0f}" if number >= 999.5 else f"{number:.3g}"
 
 
 def parse_bytes(text: str) -> int:

@@ -26,7 +26,19 @@ from torch_lawa.swap import ordinary_mode
 from torch_lawa.validation import check_float, whole_number
 from torch_lawa.window_mean import MeanReader, Sliding, TensorMeans
 
-__all__ = ["Window"]
+__all__ = ["SavedWindow", "Window"]
+
+
+@dataclass(frozen=True)
+class SavedWindow:
+    """The validated contents of a saved state."""
+
+    contents: list[Content]  # oldest first
+    dtypes: dict[str, torch.dtype]  # of the averaged tensors in the model
+    ties: dict[str, str]
+    excluded: tuple[str, ...]
+    block: Block | None  # the samples after the newest snapshot
+    counters: Counters
 
 
 @dataclass(frozen=True)
@@ -96,7 +108,7 @@ class Window:
 
     @property
     def shardings(self) -> dict[str, Sharding]:
-        """Known once a model was seen."""
+        """What the sharded tensors are shards of; known once a model was seen."""
         return {} if self._bound is None else self._bound.shardings
 
     @property
@@ -120,16 +132,6 @@ class Window:
         return self.store.snapshots
 
     @property
-    def on_host(self) -> bool:
-        """Whether the snapshots are in host memory on any device of the model."""
-        return self.store.on_host
-
-    @property
-    def per_process(self) -> bool:
-        """Whether this window is independent of those of the other ranks."""
-        return bool(getattr(self.store, "per_process", False))
-
-    @property
     def seen(self) -> bool:
         """Whether the shardings are known from a model; not yet after a state was loaded."""
         return self._valid_bound() is not None or bool(self.shardings)
@@ -141,7 +143,7 @@ class Window:
 
     @property
     def _key(self) -> object:
-        """Of the snapshot that samples are collected for."""
+        """Identifies the snapshot that samples are collected for."""
         return self.identity, self.num_collected
 
     @property
@@ -289,7 +291,7 @@ class Window:
         """A state dict of new tensors, which `write_into` fills."""
         check_float(dtype)
         with ordinary_mode():
-            home = device or ("cpu" if self.on_host else None)
+            home = device or ("cpu" if self.store.on_host else None)
             out = self.averaged.allocate(dtype, home)
             out.update(self.kept.allocate(None, home))
             write_into(out)
@@ -327,24 +329,17 @@ class Window:
             for s in self.snapshots
         ]
 
-    def load(
-        self,
-        contents: list[Content],
-        dtypes: Mapping[str, torch.dtype],
-        ties: dict[str, str],
-        excluded: tuple[str, ...],
-        counters: Counters,
-        block: Block | None,
-    ) -> None:
-        """Replace everything by saved contents, oldest first, and the samples after them."""
+    def load(self, saved: SavedWindow) -> None:
+        """Replace everything by what was saved; of the snapshots by the newest that fit."""
         layouts = FlatLayout(()), FlatLayout(())
-        if contents:
-            newest = contents[-1]
-            layouts = self._layouts(newest.averaged, newest.kept, dtypes)
-        notes: Notes = {**counters, "ties": ties, "excluded": list(excluded), "shards": ""}
-        self.store.refill(*layouts, self.k, contents[-self.k :], notes)
-        if self.block is not None and block is not None:
-            self.block.load(block, self._key)
+        if saved.contents:
+            newest = saved.contents[-1]
+            layouts = self._layouts(newest.averaged, newest.kept, saved.dtypes)
+        ties, excluded = saved.ties, list(saved.excluded)
+        notes: Notes = {**saved.counters, "ties": ties, "excluded": excluded, "shards": ""}
+        self.store.refill(*layouts, self.k, saved.contents[-self.k :], notes)
+        if self.block is not None and saved.block is not None:
+            self.block.load(saved.block, self._key)
 
     def clear(self, counters: Counters) -> None:
         """Drop every snapshot."""

@@ -18,6 +18,7 @@ from torch_lawa.mean.sliding_sum import SlidingSum
 from torch_lawa.selection import write_into
 from torch_lawa.stores.base import FlatEntry, FlatGroup, FlatLayout, Snapshot, Store, flat_view
 from torch_lawa.swag import Draw
+from torch_lawa.units import counted
 
 __all__ = ["MeanReader", "Sliding", "TensorMeans"]
 
@@ -162,7 +163,7 @@ class MeanReader:
                 continue
             self._reported.add(snapshot.index)
             left = self._k - (self._store.snapshots[-1].index - snapshot.index)
-            more = f" and {len(bad) - 1} more tensors" if len(bad) > 1 else ""
+            more = f" and {counted(len(bad) - 1, 'more tensor')}" if len(bad) > 1 else ""
             warnings.warn(
                 f"the snapshot of step {snapshot.step} has NaN or Inf in {bad[0]!r}{more}; so has "
                 f"the mean until that snapshot leaves the window, after {left} more. Check the run "

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch_lawa.capacity.estimate import Cost, TrainingRun, cost_of
 from torch_lawa.capacity.machine import GIB
-from torch_lawa.units import format_bytes
+from torch_lawa.units import format_bytes, three_digits
 
 __all__ = ["Fit", "check_fit", "format_seconds", "largest_k", "smallest_nu"]
 
@@ -150,10 +150,10 @@ def format_seconds(seconds: float) -> str:
     """
     for size, unit in ((3600.0, "h"), (60.0, "min"), (1.0, "s")):
         if seconds >= size * (2 if unit == "min" else 1):
-            return f"{seconds / size:.3g} {unit}"
+            return f"{three_digits(seconds / size)} {unit}"
     if 0 < seconds < 1e-4:
         return "< 0.1 ms"  # below the cost of a kernel launch
-    return f"{seconds * 1e3:.2g} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
+    return f"{seconds * 1e3:.2g} ms" if seconds < 0.0995 else f"{seconds * 1e3:.0f} ms"
 
 
 def _fits(run: TrainingRun, **change: Any) -> bool:
@@ -161,7 +161,7 @@ def _fits(run: TrainingRun, **change: Any) -> bool:
 
 
 def _last(fits: Callable[[int], bool]) -> int | None:
-    """The largest number that fits, where all smaller ones do."""
+    """The largest number that fits, if smaller numbers fit as well; None if 1 does not."""
     if not fits(1):
         return None
     low, high = 1, 2

@@ -1,16 +1,24 @@
-"""The provenance of an average, which is stored in its metadata."""
+"""The provenance of an average: in its metadata, or in a file of the folder it is written to."""
 
 import json
 import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from torch_lawa._version import __version__
 
-__all__ = ["PROVENANCE", "note_provenance", "provenance"]
+__all__ = [
+    "PROVENANCE",
+    "PROVENANCE_FILE",
+    "note_provenance",
+    "provenance",
+    "write_provenance",
+]
 
 PROVENANCE = "torch_lawa"  # the key of the metadata
+PROVENANCE_FILE = "lawa.json"  # has the metadata in folders of formats without any
 
 
 def provenance(coefficients: str, inputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -30,3 +38,9 @@ def note_provenance(
 ) -> dict[str, str]:
     """Metadata for safetensors files of PyTorch tensors, including the provenance `made`."""
     return {"format": "pt", **(metadata or {}), PROVENANCE: json.dumps(made)}
+
+
+def write_provenance(folder: Path, metadata: Mapping[str, str]) -> None:
+    """Write metadata, which includes the provenance, to a file of a folder."""
+    text = json.dumps(dict(metadata), indent=2) + "\n"
+    (folder / PROVENANCE_FILE).write_text(text)

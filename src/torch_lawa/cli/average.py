@@ -17,7 +17,7 @@ from torch_lawa.cli.options import (
 )
 from torch_lawa.cli.output import echo
 from torch_lawa.garbage import paused_garbage_collection
-from torch_lawa.units import format_bytes
+from torch_lawa.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from torch_lawa.checkpoints.find.scores import Mode
@@ -158,7 +158,7 @@ def _print(plan: "AveragePlan", result: "Result") -> None:
     first, newest = plan.inputs[0].label, plan.inputs[-1].label
     rate = result.bytes_read / max(result.seconds, 1e-9)
     many = len(plan.inputs) > 1
-    inputs = f"{len(plan.inputs)} checkpoints, {first} to {newest}" if many else first
+    inputs = f"{counted(len(plan.inputs), 'checkpoint')}, {first} to {newest}" if many else first
     echo(
         f"{result.location}: the mean of {inputs}. "
         f"Read {format_bytes(result.bytes_read)} in {result.seconds:.2f} s "
@@ -169,7 +169,7 @@ def _print(plan: "AveragePlan", result: "Result") -> None:
 def _not_finite(plan: "AveragePlan", result: "Result") -> str:
     """Which tensors contain NaN or Inf, and why that is."""
     more = len(result.not_finite) - 1
-    others = f" and {more} other tensors" if more else ""
+    others = f" and {counted(more, 'other tensor')}" if more else ""
     overflowed = [t for t in plan.tensors if t.name in result.overflowed]
     narrow = {t.target.dtype for t in overflowed if t.source.dtype != t.target.dtype}
     causes = ["a checkpoint does"] if len(overflowed) < len(result.not_finite) else []

@@ -2,16 +2,12 @@
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import click
 
 from torch_lawa.cli.signals import interruptible
 from torch_lawa.offline.engine import BackgroundTask, Meter, Stopped
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress, ProgressColumn
 
 __all__ = ["run_with_progress"]
 
@@ -43,41 +39,33 @@ def run_with_progress(act: Callable[[], _T], meter: Meter, title: str, *, shown:
             raise
 
 
-def make_bar(
-    figures: "tuple[ProgressColumn, ...]",
-    narrow: "tuple[ProgressColumn, ...]",
-    console: "Console",
-    *,
-    redirect_stdout: bool = True,
-) -> "Progress":
-    """A bar with its title and `figures`, or only `narrow` ones where the terminal is narrow."""
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    is_wide = console.width >= _WIDE
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=40 if is_wide else None),
-        *(figures if is_wide else narrow),
-        console=console,
-        transient=True,
-        redirect_stdout=redirect_stdout,
-    )
-
-
 def _show(task: BackgroundTask[_T], meter: Meter, title: str) -> None:
     from rich.console import Console
     from rich.progress import (
+        BarColumn,
         DownloadColumn,
+        Progress,
+        ProgressColumn,
         TaskProgressColumn,
+        TextColumn,
         TimeRemainingColumn,
         TransferSpeedColumn,
     )
 
-    figures = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    # Lines that the work prints meanwhile go above the bar, or to the file they are sent to.
-    redirect = sys.stdout.isatty()
     console = Console(stderr=True)
-    with make_bar(figures, (TaskProgressColumn(),), console, redirect_stdout=redirect) as bar:
+    is_wide = console.width >= _WIDE
+    figures: list[ProgressColumn] = [TaskProgressColumn()]
+    if is_wide:
+        figures = [DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()]
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=40 if is_wide else None),
+        *figures,
+        console=console,
+        transient=True,
+        # Lines that the work prints meanwhile go above the bar, or to the file they are sent to.
+        redirect_stdout=sys.stdout.isatty(),
+    ) as bar:
         shown = bar.add_task(title, total=None)
         while not task.wait(0.1):
             bar.update(shown, completed=meter.done, total=meter.total or None)

@@ -192,12 +192,13 @@ def _load(name: str) -> Callable[[Any], Mapping[str, Any]]:
 
 
 def _print(row: Row) -> None:
+    from torch_lawa.offline.sweep_rows import IDENTITY
+
     where = f"step {row['step']}" if "step" in row else f"epoch {row['epoch']}"
     who = "raw" if row["k"] is None else f"k = {row['k']}"
     if "horizon" in row:
         who = f"horizon = {row['horizon']:.6g} ({who})"
-    known = {"step", "epoch", "coefficients", "weights", "k", "horizon", "batch_norm"}
-    known |= {"checkpoint", "evaluate_seconds"}
+    known = {*IDENTITY, "batch_norm", "evaluate_seconds"}
     values = (
         f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in row.items()

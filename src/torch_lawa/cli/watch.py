@@ -135,6 +135,6 @@ def _lines(averaged: "Averaged") -> list[str]:
     ]
     if result.not_finite:
         more = len(result.not_finite) - 1
-        others = f" and {more} other tensors" if more else ""
+        others = f" and {counted(more, 'other tensor')}" if more else ""
         lines.append(f"warning: the mean of {result.not_finite[0]!r}{others} contains NaN or Inf")
     return lines

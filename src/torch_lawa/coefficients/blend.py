@@ -82,7 +82,7 @@ class Blend:
         return f"{self.blend:g}{rule}"
 
     def weights(self, n: int) -> Weights:
-        """With the newest snapshot as the live weights."""
+        """The weights with the newest snapshot as the live weights."""
         return self.merged(self.rule.weights(n))
 
     def merged(self, snapshots: Weights) -> Weights:

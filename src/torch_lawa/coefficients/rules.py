@@ -32,7 +32,7 @@ class Uniform:
 
     @property
     def argument(self) -> str:
-        """None."""
+        """It has none."""
         return ""
 
     def weights(self, n: int) -> Weights:
@@ -120,6 +120,11 @@ class Recent:
         """The part of the EMA's weights that each snapshot stands for."""
         if len(steps) == 1:
             return Weights((1.0,), 1.0)
+        if steps[0] < 0:
+            raise ConfigError(
+                f"Recent: a snapshot is labelled step {steps[0]}, but it counts the steps of the "
+                "run so far. Label snapshots with steps from 0 on."
+            )
         # The oldest snapshot stands for as many steps as the one after it.
         begin = max(0, 2 * steps[0] - steps[1])
         sums = [(step / steps[-1]) ** (1.0 / self.share) for step in (begin, *steps)]

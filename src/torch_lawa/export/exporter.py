@@ -27,7 +27,7 @@ def export_average(
     A rank needs memory for its window, for one whole tensor (twice while it is gathered) and for
     averaging its part of that tensor.
     """
-    ranks = FailTogether(per_process=window.per_process)
+    ranks = FailTogether(per_process=window.store.per_process)
     if ranks.size > 1:
         barrier("averager.save_pretrained")
     with ranks.failing(), ExitStack() as stack:

@@ -79,15 +79,14 @@ def hub_files_for(model: nn.Module | None) -> HubFiles:
     if inside is not None and adapters:
         return _of_adapter(inside, adapters)
     if inside is not None and _is_diffusers(inside):
-        describe = partial(_describe_diffusers, inside)
-        return HubFiles(DIFFUSERS, TensorNames(), describe)
+        return HubFiles(DIFFUSERS, TensorNames(), partial(_write_diffusers_config, inside))
     config = getattr(inside, "config", None)
     if inside is None or not callable(getattr(config, "save_pretrained", None)):
         return HubFiles("model", TensorNames(), lambda folder, sizes: None)
-    return HubFiles("model", TensorNames(), partial(_describe, inside))
+    return HubFiles("model", TensorNames(), partial(_write_configs, inside))
 
 
-def _describe(model: Any, folder: Path, sizes: Sizes) -> None:
+def _write_configs(model: Any, folder: Path, sizes: Sizes) -> None:
     """Write the configurations as `model.save_pretrained` would, without changing the model."""
     model.config.save_pretrained(str(folder))
     generation = getattr(model, "generation_config", None)
@@ -114,7 +113,7 @@ def _is_diffusers(model: nn.Module) -> bool:
     return own_config and getattr(model, "config_name", None) == "config.json"
 
 
-def _describe_diffusers(model: Any, folder: Path, sizes: Sizes) -> None:
+def _write_diffusers_config(model: Any, folder: Path, sizes: Sizes) -> None:
     model.save_config(str(folder))
     _edit(folder / "config.json", lambda found: found.update(_class_name=_class_name(model)))
 

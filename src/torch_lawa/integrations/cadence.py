@@ -9,6 +9,7 @@ from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.errors import ConfigError
 from torch_lawa.metrics import mode_by_name
 from torch_lawa.schedule import Schedule, check_start, smaller_window
+from torch_lawa.units import counted
 from torch_lawa.validation import check_kind
 from torch_lawa.window_choice import WindowSearch
 
@@ -82,10 +83,10 @@ class Cadence:
         ways = smaller_window(averager.k, averager.samples, 1 if search else needed)
         if search is not None and needed > 1:
             ways.append("compare smaller windows")
-        units = "complete epoch" if self.unit == "epochs" else "step"
+        length = counted(total, "complete epoch" if self.unit == "epochs" else "step")
         return (
-            f"this run of {total} {units}{'s'[: total != 1]} gives {expected} "
-            f"snapshot{'s'[: expected != 1]}, but an average needs {needed}"
+            f"this run of {length} gives {counted(expected, 'snapshot')}, but an average needs "
+            f"{needed}"
         ), ways
 
     def _left_out(self, total: int | None) -> int:

@@ -213,18 +213,20 @@ class _EngineMasters(ABC):
 class _Zero12(_EngineMasters):
     """ZeRO 1 and 2: each group of parameters is one flat tensor, of which a rank has one part."""
 
-    _names = ("single_partition_of_fp32_groups", "parallel_partitioned_bit16_groups")
-    _flat = "bit16_groups_flat"
+    # Attributes of the optimizer, which has a list with one entry per group in each.
+    _masters_at = "single_partition_of_fp32_groups"  # this rank's part
+    _copies_at = "parallel_partitioned_bit16_groups"  # the parts of all ranks
+    _flat_at = "bit16_groups_flat"  # those parts in one tensor
 
     def _memory(self) -> Iterator[Tensor]:
-        yield from getattr(self._optimizer, self._names[0])
+        yield from getattr(self._optimizer, self._masters_at)
 
     def _find_all(self) -> dict[int, Tensor]:
         found = (p for p in self._module.parameters() if hasattr(p, "_hp_mapping"))
         return {id(p): self._find(p) for p in found}  # others are frozen, or not optimized
 
     def _find(self, parameter: Any) -> Tensor:
-        groups, found_in = getattr(self._optimizer, self._names[0]), parameter._hp_mapping
+        groups, found_in = getattr(self._optimizer, self._masters_at), parameter._hp_mapping
         if found_in is None:  # other ranks hold all of it
             return self._shard(groups[0][:0], parameter.shape, 0, parameter._dp_group)
         at = found_in.hp_fragment_address
@@ -235,7 +237,7 @@ class _Zero12(_EngineMasters):
     def working_copies(self) -> Sequence[Tensor]:
         """This rank's part of each group's low-precision weights."""
         ranks = map(torch.distributed.get_rank, self._optimizer.real_dp_process_group)
-        parts = getattr(self._optimizer, self._names[1])
+        parts = getattr(self._optimizer, self._copies_at)
         return [group[rank] for group, rank in zip(parts, ranks, strict=True)]
 
     def round_into_copies(self) -> None:
@@ -247,8 +249,8 @@ class _Zero12(_EngineMasters):
         from deepspeed.runtime.utils import all_gather_dp_groups
 
         all_gather_dp_groups(
-            groups_flat=getattr(self._optimizer, self._flat),
-            partitioned_param_groups=getattr(self._optimizer, self._names[1]),
+            groups_flat=getattr(self._optimizer, self._flat_at),
+            partitioned_param_groups=getattr(self._optimizer, self._copies_at),
             dp_process_group=self._optimizer.real_dp_process_group,
             start_alignment_factor=self._optimizer.nccl_start_alignment_factor,
             allgather_bucket_size=self._optimizer.allgather_bucket_size,
@@ -258,8 +260,9 @@ class _Zero12(_EngineMasters):
 class _Bf16(_Zero12):
     """The optimizer for bfloat16 with float32 gradients: ZeRO 1 under other names."""
 
-    _names = ("fp32_groups_flat_partition", "bf16_partitioned_groups")
-    _flat = "bf16_groups_flat"
+    _masters_at = "fp32_groups_flat_partition"
+    _copies_at = "bf16_partitioned_groups"
+    _flat_at = "bf16_groups_flat"
 
 
 class _Zero3(_EngineMasters):

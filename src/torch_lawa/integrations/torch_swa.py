@@ -10,7 +10,7 @@ from torch_lawa.errors import ConfigError, LayoutError
 from torch_lawa.masters import is_sharded_model
 from torch_lawa.selection import unwrap
 
-__all__ = ["from_averaged_model", "to_averaged_model"]
+__all__ = ["from_averaged_model", "plain_state_dict", "to_averaged_model"]
 
 _COUNT = "n_averaged"
 

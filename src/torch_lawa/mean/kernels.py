@@ -25,10 +25,12 @@ __all__ = [
     "Bytes",
     "Doubles",
     "Pieces",
+    "Windows",
     "all_finite",
     "exact_factor",
     "make_pieces",
     "piece_length",
+    "real",
 ]
 
 Bytes: TypeAlias = NDArray[np.uint8]

@@ -78,7 +78,7 @@ class Result:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The same as JSON values."""
         return {
             "output": str(self.location),
             "bytes_read": self.bytes_read,

@@ -158,7 +158,7 @@ class _SharedWork:
 
     @classmethod
     def from_json(cls, sent: dict[str, Any]) -> "_SharedWork":
-        """Of what rank 0 sent: `asdict` of its own, as JSON."""
+        """The work that rank 0 sent: `asdict` of its own, as JSON."""
 
         def spec(dtype: str, shape: list[int]) -> TensorSpec:
             return TensorSpec(dtype, tuple(shape))
@@ -239,7 +239,7 @@ def _open_sink(task: _SharedWork, rank: int) -> SafetensorsSink:
 
 
 def _interleaved(hashes: Sequence[Sequence[str]]) -> list[str]:
-    """In the order of the files: rank r of n has hashed files r, r + n, r + 2n, ..."""
+    """The hashes in the order of the files: rank r of n has hashed files r, r + n, r + 2n, ..."""
     num_files = sum(map(len, hashes))
     return [hashes[i % len(hashes)][i // len(hashes)] for i in range(num_files)]
 
@@ -259,7 +259,7 @@ def _check_fingerprints(opened: Sequence[Checkpoint], fingerprints: Sequence[str
 
 
 def _fingerprint(checkpoint: Checkpoint) -> str:
-    """Of its tensors and, if it is local, of some of their values."""
+    """A hash of its tensors and, if it is local, of some of their values."""
     digest = hashlib.sha256()
     names = list(checkpoint.tensors)
     for name in names:

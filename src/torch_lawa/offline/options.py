@@ -49,8 +49,9 @@ class AverageOptions:
     def __post_init__(self) -> None:
         one_of("buffers", self.buffers, get_args(Buffers))
         one_of("layout", self.layout, (None, *output_layouts()))
-        if self.max_shard_size is not None and self.max_shard_size < 1:
-            raise ConfigError(f"max_shard_size={self.max_shard_size}: give at least 1 byte.")
+        size = self.max_shard_size
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise ConfigError(f"max_shard_size={size!r}: give a number of bytes, at least 1.")
         changes = {
             "coefficients": self._coefficients,
             "dtype": self.dtype if self.dtype is None else parse_dtype(self.dtype),

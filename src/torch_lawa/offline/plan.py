@@ -16,7 +16,6 @@ from torch_lawa.checkpoints.find.discovery import (
     select,
 )
 from torch_lawa.checkpoints.find.scores import Mode, choose_best
-from torch_lawa.checkpoints.find.step_names import few
 from torch_lawa.checkpoints.formats.base import Checkpoint
 from torch_lawa.checkpoints.formats.huggingface import read_json
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
@@ -28,7 +27,7 @@ from torch_lawa.offline.matching import PlannedTensor, match_tensors, shared_ali
 from torch_lawa.offline.options import DEFAULTS, AverageOptions
 from torch_lawa.offline.output_plan import Output, plan_output
 from torch_lawa.offline.side_files import links_out
-from torch_lawa.units import counted, format_bytes
+from torch_lawa.units import counted, few, format_bytes
 
 __all__ = ["AveragePlan", "Input", "PlannedInput", "plan_average", "plan_found", "plan_opened"]
 
@@ -87,7 +86,7 @@ class AveragePlan:
             span = f", the last {self.horizon:.6g} of the {unit} up to {newest}"
         if self.metric is not None:
             span = f", those with the {'lowest' if self.mode == 'min' else 'highest'} {self.metric}"
-        num = f"{len(self.inputs)} checkpoint{'s'[: len(self.inputs) != 1]}"
+        num = counted(len(self.inputs), "checkpoint")
         lines = [f"Average of {num} ({self.coefficients}){span}, oldest first:"]
         labels = max(len(i.label) for i in self.inputs)
         for i in self.inputs:
@@ -102,7 +101,7 @@ class AveragePlan:
             f"Tensors: {len(averaged)} averaged ({', '.join(dtypes) or 'none'}; "
             f"{sum(t.target.numel for t in averaged):,} values), "
             f"{len(self.tensors) - len(averaged)} from the newest, "
-            f"{len(self.aliases)} tied name{'s'[: len(self.aliases) != 1]}."
+            f"{counted(len(self.aliases), 'tied name')}."
         )
         lines.append(
             f"Reads {format_bytes(self.bytes_read)}, writes {format_bytes(self.bytes_written)}:"
@@ -189,10 +188,9 @@ def plan_average(
     """
     many = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
     found = find_checkpoints(many, key=options.key)
-    selection: dict[str, Any] = {"last": last, "horizon": horizon, "at": at}
-    selection |= {"start": start, "stop": stop, "every": every}
     _check_best(best, metric, last=last, horizon=horizon, mode=mode, metrics=metrics)
-    chosen, location = select(found, **selection), parse_output(output)
+    chosen = select(found, last=last, horizon=horizon, at=at, start=start, stop=stop, every=every)
+    location = parse_output(output)
     # `at` says where a window ends, and not how long it is.
     if found.is_run and best is last is horizon is start is stop is every is None:
         num, labels = len(chosen.found), [each.label for each in chosen.found]
@@ -220,11 +218,11 @@ def plan_average(
     return replace(plan, inputs=scored, metric=of.metric, mode=of.mode)
 
 
-def _check_best(best: int | None, metric: str | None, **others: object) -> None:
-    last, horizon = others.pop("last"), others.pop("horizon")
+def _check_best(
+    best: int | None, metric: str | None, *, last: object, horizon: object, **others: object
+) -> None:
     if best is None:
-        given = {"metric": metric, **others}
-        for name, value in given.items():
+        for name, value in {"metric": metric, **others}.items():
             if value is not None:
                 raise ConfigError(f"--{name} {value}: say how many checkpoints, such as --best 5.")
     elif metric is None:
@@ -308,8 +306,7 @@ def _notes(
     statistics = sum(t.name.endswith("running_mean") for t in tensors)
     if statistics and options.buffers == "newest":
         notes.append(
-            f"BatchNorm's running statistics ({statistics} layer{'s'[: statistics != 1]}) come "
-            "from the newest "
+            f"BatchNorm's running statistics ({counted(statistics, 'layer')}) come from the newest "
             "checkpoint; re-estimate them before use (torch_lawa.recalibrate_batch_norm)."
         )
     if links := links_out(opened[-1]):

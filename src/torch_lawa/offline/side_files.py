@@ -1,24 +1,21 @@
-"""The files beside the weights that a result takes over: which they are, and their bytes."""
-
-from collections.abc import Iterator
+"""The files beside the weights that a result takes over."""
 
 from torch_lawa.checkpoints.formats.base import Checkpoint
 from torch_lawa.checkpoints.formats.huggingface import weights_stem
+from torch_lawa.checkpoints.provenance import PROVENANCE_FILE
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location
-from torch_lawa.system_errors import named_errors
 
-__all__ = ["links_out", "read_pieces", "side_files"]
+__all__ = ["links_out", "side_files"]
 
 # Files that `from_pretrained` may need beside the weights, but not the state of the run.
 _COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 _NOT_COPIED = (
     "trainer_state.json",
-    "lawa.json",
+    PROVENANCE_FILE,
     "_strings.json",
     "zero_to_fp32.py",
     "zero_to_torch.py",
 )
-_PIECE = 1 << 24  # bytes
 
 
 def side_files(newest: Checkpoint) -> list[Location]:
@@ -29,20 +26,6 @@ def side_files(newest: Checkpoint) -> list[Location]:
 def links_out(newest: Checkpoint) -> list[Location]:
     """Links to files elsewhere. They are not copied: results are passed on, such files are not."""
     return [location for location in _beside(newest) if _leads_out(location)]
-
-
-def read_pieces(location: Location) -> Iterator[bytes | memoryview]:
-    """The bytes of a file, however large it is."""
-    if isinstance(location, LocalPath):
-        # Not mapped: it may be truncated meanwhile.
-        with named_errors(location.path), location.path.open("rb") as file:
-            while piece := file.read(_PIECE):
-                yield piece
-        return
-    source = location.open()
-    for begin in range(0, source.size, _PIECE):
-        yield source.view(begin, min(begin + _PIECE, source.size)).data
-    source.close()
 
 
 def _beside(newest: Checkpoint) -> list[Location]:

@@ -20,7 +20,6 @@ from torch_lawa.checkpoints.find.discovery import (
     require_number,
     select,
 )
-from torch_lawa.checkpoints.find.step_names import few
 from torch_lawa.checkpoints.formats.base import Checkpoint, TensorSpec
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.storage.atomic import recover_all, staging
@@ -47,9 +46,9 @@ from torch_lawa.offline.output_files import SafetensorsSink, writing
 from torch_lawa.offline.plan import Input, plan_found, plan_opened
 from torch_lawa.offline.sweep_rows import Evaluator, evaluate, source, without_known
 from torch_lawa.schedule import check_share, num_within
-from torch_lawa.units import counted, format_bytes
+from torch_lawa.units import counted, few, format_bytes
 
-__all__ = ["plan_sweep", "run_sweep", "sweep_checkpoints"]
+__all__ = ["SweepPlan", "SweepWindow", "plan_sweep", "run_sweep", "sweep_checkpoints"]
 
 _RESULTS = 1 << 22  # bytes of the results of all windows in memory at a time, per thread
 _SHARE_OF_DISK = 0.5
@@ -155,8 +154,14 @@ def plan_sweep(
     statistics of their newest checkpoint, so `layout`, `max_shard_size` and `buffers` of the
     options do not apply.
     """
-    wrong = [k for k in ks if k < 1 or list(ks).count(k) > 1]
-    if wrong or not (ks or horizons):
+    if not (ks or horizons):
+        raise ConfigError(
+            "give the windows of a sweep: lengths with --k or shares of the steps with --horizon."
+        )
+    if at is not None and not at:
+        raise ConfigError("at=[]: give the steps at which windows end, or leave it out for all.")
+    wrong = [k for k in ks if not hasattr(k, "__index__") or k < 1 or list(ks).count(k) > 1]
+    if wrong:
         raise ConfigError(
             f"--k {','.join(map(str, wrong))}: give distinct whole numbers of at least 1, such as "
             "2,4,6."
@@ -244,8 +249,16 @@ def sweep_checkpoints(
     >>> [(row["step"], row["k"], row["w"]) for row in rows]
     [(200, 2, 150.0), (300, 2, 250.0), (300, 3, 200.0)]
     """
-    chosen: dict[str, Any] = {"horizons": horizons, "at": at, "start": start, "stop": stop}
-    plan = plan_sweep(inputs, ks, **chosen, every=every, options=options)
+    plan = plan_sweep(
+        inputs,
+        ks,
+        horizons=horizons,
+        at=at,
+        start=start,
+        stop=stop,
+        every=every,
+        options=options,
+    )
     return run_sweep(plan, evaluator=evaluator, metrics=metrics, output=output, threads=threads)
 
 

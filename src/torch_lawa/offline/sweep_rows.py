@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
     from torch_lawa.offline.sweep import SweepPlan, SweepWindow
 
-__all__ = ["Evaluator", "evaluate", "source", "without_known"]
+__all__ = ["IDENTITY", "Evaluator", "evaluate", "source", "without_known"]
 
 # What a row is about; see `without_known`.
-_IDENTITY = ("step", "epoch", "weights", "k", "horizon", "coefficients", "checkpoint")
+IDENTITY = ("step", "epoch", "weights", "k", "horizon", "coefficients", "checkpoint")
 
 Evaluator = Callable[["dict[str, Tensor]"], Mapping[str, Any]]
 
@@ -86,7 +86,7 @@ def evaluate(
             f"the evaluator returned no number, but {dict(values)!r}; it must return named values, "
             "such as {'test_loss': 0.1}."
         )
-    clash = [name for name in _IDENTITY if name in found]
+    clash = [name for name in IDENTITY if name in found]
     if clash:
         raise ConfigError(
             f"the evaluator returned a value named {clash[0]!r}, which identifies the rows of a "

@@ -27,7 +27,7 @@ __all__ = [
 
 
 def rank_and_size(group: "ProcessGroup | None" = None) -> tuple[int, int]:
-    """Of this process in a group, by default in all; without a process group, rank 0 of 1."""
+    """The rank of this process in a group (by default, of all), and its size; else 0 of 1."""
     dist = torch.distributed
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
@@ -138,9 +138,7 @@ class FailTogether:
                 reason = " ".join(str(error).split()) or repr(error)
                 own = f"rank {self.rank} failed, so nothing was written: {reason}"
                 first = self._report(own)
-                with contextlib.suppress(
-                    RankError
-                ):  # if another rank is gone, this error says more
+                with contextlib.suppress(RankError):  # this error says more
                     self._exchange("", first, None)
                 self._settled = True
                 if first != own:

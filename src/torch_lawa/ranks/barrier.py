@@ -222,7 +222,7 @@ def _this_process() -> dict[str, Any]:
 
 @functools.cache
 def _machine() -> str | None:
-    """Within which process ids are unique: one machine since it booted, one container."""
+    """Identifies where process ids are unique: one machine since it booted, one container."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -257,7 +257,7 @@ def _store(group: "ProcessGroup") -> Any:
 
 
 def _timeout(group: "ProcessGroup") -> float:
-    """In seconds. Not every backend has one; the store has that of all ranks."""
+    """The timeout of a group in seconds; that of its store if no backend has one."""
     backends = [group._get_backend(device) for device in group._device_types]
     timeouts = [getattr(getattr(b, "options", None), "_timeout", None) for b in backends]
     known = [timeout for timeout in timeouts if timeout is not None]

@@ -73,26 +73,26 @@ class _StoreRanks(FailTogether):
         self._interrupted = False  # whether the work stopped because of another rank
 
     def _all_gather(self, where: str, value: Any) -> list[Any]:
-        """As JSON: what comes over the network is data, never code."""
+        """Exchange values as JSON: what comes over the network is data, never code."""
         texts = exchange(self._members, where, self._timeout, json.dumps(value))
         return [json.loads(text) for text in texts]
 
     def _report(self, problem: str) -> str:
-        """The first one is kept; it makes the other ranks stop."""
+        """Announce a failure; the first one is kept, and makes the other ranks stop."""
         first = problem
         with contextlib.suppress(torch.distributed.DistError):
             first = self._store.compare_set("failed", "", problem).decode()
         return first if self._interrupted else problem
 
     def _reported(self) -> str:
-        """By the rank that failed first, or that was interrupted while it waited."""
+        """The failure that was announced first, if any."""
         with contextlib.suppress(torch.distributed.DistError):
             if self._store.check(["failed"]):
                 return str(self._store.get("failed").decode())
         return ""
 
     def keep_beating(self, ended: threading.Event) -> None:
-        """Until the end; a store that is gone shows at the next exchange."""
+        """Beat until `ended`; if the store is gone, the next exchange raises."""
         with contextlib.suppress(torch.distributed.DistError):
             while not ended.wait(min(1.0, self._timeout / _HEARTBEATS)):
                 self.beat()

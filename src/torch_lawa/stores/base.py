@@ -269,6 +269,7 @@ class Store(ABC):
 
     packed: bool = False  # whether flat buffers have the layout of a file
     on_host: bool = True  # whether snapshots are in host memory on any device of the model
+    per_process: bool = False  # whether it is independent of the stores of the other ranks
     keep_evicted: bool = False
 
     def __init__(self) -> None:
@@ -353,11 +354,11 @@ class Store(ABC):
         """The flat buffers of the kept tensors, from the newest snapshot."""
 
     def shared_flats(self, snapshot: Snapshot) -> list[Tensor]:
-        """As `flats`, for callers who keep them, and read them after `check_read`."""
+        """The same as `flats`, for callers who keep them, and read them after `check_read`."""
         return self.flats(snapshot)
 
     def shared_kept_flats(self) -> list[Tensor]:
-        """As `kept_flats`, for such callers."""
+        """The same as `kept_flats`, for such callers."""
         return self.kept_flats()
 
     def check_read(self) -> None:

@@ -26,7 +26,7 @@ class Job:
         return self._work is None
 
     def run(self) -> None:
-        """In the thread, which runs one job at a time."""
+        """Do the work, unless it is done; called in the thread, for one job at a time."""
         if self._work is None:
             return
         try:
@@ -78,7 +78,7 @@ def _work(jobs: "queue.SimpleQueue[Job | None]", turn: threading.Lock) -> None:
 
 
 def _end(jobs: "queue.SimpleQueue[Job | None]", threads: list[threading.Thread]) -> None:
-    """When its store is no longer used, or the process ends: what is left is run first."""
+    """End the threads, after the jobs that are left: the store is gone, or the process ends."""
     jobs.put(None)
     for thread in threads:
         if thread.is_alive() and thread is not threading.current_thread():

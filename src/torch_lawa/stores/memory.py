@@ -43,27 +43,11 @@ class _Copier(Protocol):
         ...
 
 
-class _NoCopier:
-    """Copies nothing: no window has begun."""
-
-    def allocate(self) -> list[Buffer]:
-        return []
-
-    def prepare(self) -> None:
-        pass
-
-    def copy(self, buffers: list[Buffer], tensors: Mapping[str, Tensor]) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
-
-
 @dataclass(frozen=True)
 class _Ring(Held):
     """The buffers of the snapshots, and what copies into them."""
 
-    copiers: tuple[_Copier, _Copier] = (_NoCopier(), _NoCopier())  # of averaged and kept tensors
+    copiers: tuple[_Copier, ...] = ()  # of averaged and kept tensors; none before a window begins
     buffers: Mapping[int, list[Buffer]] = field(default_factory=dict)  # by snapshot index
     free: tuple[list[Buffer], ...] = ()
     newest: list[Buffer] | None = None  # the kept tensors

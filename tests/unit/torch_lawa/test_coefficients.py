@@ -63,6 +63,8 @@ def test_torch_calls_one_minus_alpha_the_decay() -> None:
         (lambda: Recent(0.0), r"share=0.0.*such as 0.1"),
         (lambda: Recent(1.5), "share=1.5"),
         (lambda: weights_at(Recent(0.1), [1, None]), "recent:0.1: needs the step"),
+        (lambda: weights_at(Recent(0.3), [-10, 5]), r"step -10.*from 0 on"),
+        (lambda: weights_at(Recent(0.3), [-10, 0]), r"step -10.*from 0 on"),
         (lambda: weights_at(Blend(0.5, Recent(0.1)), [2, 2]), "steps must increase"),
         (lambda: Explicit([]), "one weight per snapshot"),
         (lambda: Explicit([1, float("inf")]), "finite"),

@@ -1,6 +1,6 @@
 """Which checkpoints an input names, and in which order.
 
-`discovery.find_checkpoints` is the way in. It calls, in this order: `expand` (inputs to
-candidates; `folders` looks into folders, `step_names` reads names), then orders them.
-`discovery.select` chooses some of them by step.
+Call `discovery.find_checkpoints`. It expands the inputs to candidates (`expand`, which looks into
+folders with `folders` and reads names with `step_names`), then orders them. `discovery.select`
+chooses some of them by step, `scores.choose_best` by a metric.
 """

@@ -12,12 +12,13 @@ from typing import Literal
 
 from torch_lawa.checkpoints.find.expand import expand
 from torch_lawa.checkpoints.find.folders import Candidate
-from torch_lawa.checkpoints.find.step_names import few, parse_name, parse_names
+from torch_lawa.checkpoints.find.step_names import parse_name, parse_names
 from torch_lawa.checkpoints.formats.base import TrainingProgress
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import ConfigError, FormatError, LawaError
 from torch_lawa.schedule import check_share, num_within
+from torch_lawa.units import few
 
 __all__ = ["Discovery", "FoundCheckpoint", "find_checkpoints", "require_number", "select"]
 

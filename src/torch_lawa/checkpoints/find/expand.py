@@ -1,6 +1,6 @@
 """Inputs as a user types them (paths, URLs, patterns, a run's folder), expanded to candidates.
 
-Candidates have no order and no steps yet: `select` adds those.
+Candidates have no order and no steps yet: `find_checkpoints` adds those.
 """
 
 import os
@@ -16,7 +16,6 @@ from torch_lawa.checkpoints.find.folders import (
 )
 from torch_lawa.checkpoints.find.step_names import (
     UNFINISHED,
-    few,
     is_temporary,
     parse_name,
     reason_against,
@@ -25,7 +24,7 @@ from torch_lawa.checkpoints.formats.base import is_plain_name
 from torch_lawa.checkpoints.storage.atomic import TEMPORARY
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location, parse_location
 from torch_lawa.errors import ConfigError, FormatError
-from torch_lawa.units import counted
+from torch_lawa.units import counted, few
 
 __all__ = ["POINTERS", "expand"]
 

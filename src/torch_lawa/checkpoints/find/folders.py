@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from torch_lawa.checkpoints.find.step_names import (
     SHARD,
     UNFINISHED,
-    few,
     is_temporary,
     parse_name,
     parse_names,
@@ -18,6 +17,7 @@ from torch_lawa.checkpoints.formats.huggingface import DIFFUSERS, weights_stem
 from torch_lawa.checkpoints.formats.registry import file_suffixes, format_of_folder, typical_files
 from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import FormatError
+from torch_lawa.units import few
 
 __all__ = ["Candidate", "FolderContents", "describe_left_out", "examine_run"]
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from torch_lawa.checkpoints.find.discovery import Discovery, FoundCheckpoint
-from torch_lawa.checkpoints.find.step_names import few, stem_of
+from torch_lawa.checkpoints.find.step_names import stem_of
 from torch_lawa.checkpoints.formats.huggingface import read_json
 from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import ConfigError, FormatError
 from torch_lawa.metrics import mode_by_name, read_metrics
+from torch_lawa.units import few
 from torch_lawa.validation import one_of
 
 __all__ = ["Mode", "choose_best", "find_scores", "mode_of"]

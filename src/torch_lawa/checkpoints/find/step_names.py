@@ -14,7 +14,6 @@ from torch_lawa.checkpoints.storage.atomic import TEMPORARY
 __all__ = [
     "SHARD",
     "UNFINISHED",
-    "few",
     "is_temporary",
     "parse_name",
     "parse_names",
@@ -132,17 +131,6 @@ def is_temporary(name: str) -> bool:
     (True, False)
     """
     return _TEMPORARY.fullmatch(stem_of(name)) is not None
-
-
-def few(names: Iterable[object], limit: int = 6) -> str:
-    """Join names for a message, the first few of them.
-
-    >>> few(["a", "b", "c"], limit=2)
-    'a, b and 1 more'
-    """
-    listed = [str(name) for name in names]
-    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
-    return ", ".join(listed[:limit]) + more
 
 
 def _with_epochs(names: Sequence[str], spelled: list[TrainingProgress]) -> list[TrainingProgress]:

@@ -27,7 +27,8 @@ from torch_lawa.checkpoints.formats.torch_pickle.state_dicts import (
     is_training_state,
 )
 from torch_lawa.checkpoints.formats.torch_pickle.tensors import CODES, MAKERS, StoredTensor, as_size
-from torch_lawa.checkpoints.storage.paths import ByteSource, Location
+from torch_lawa.checkpoints.storage.byte_sources import ByteSource
+from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import FormatError
 
 if TYPE_CHECKING:
@@ -131,7 +132,9 @@ class DistributedCheckpoint(Checkpoint):
         spec, chunks = metadata.describe(ref)
         problem = find_problem(spec.shape, chunks)
         if problem:
-            raise FormatError(f"{metadata.location}: tensor {name!r}: {problem}.")
+            raise FormatError(
+                f"{metadata.location}: tensor {name!r}: {problem}. Save the checkpoint again."
+            )
         for chunk in chunks:
             self._check_range(name, chunk)
         return ChunkedTensor(spec, chunks, partial(self._load, name, spec.dtype))
@@ -140,7 +143,10 @@ class DistributedCheckpoint(Checkpoint):
         location = self._folder.child(chunk.file)
         if chunk.file not in self._sources:
             if not location.is_file():
-                raise FormatError(f"{location}: does not exist, but should contain {name!r}.")
+                raise FormatError(
+                    f"{location}: does not exist, but should contain {name!r}. Copy it there, or "
+                    "save the checkpoint again."
+                )
             self._sources[chunk.file] = location.open()
         size = self._sources[chunk.file].size
         if chunk.offset + chunk.length > size:
@@ -217,7 +223,9 @@ class DistributedMetadata:
         name, offset = state.get("fqn"), state.get("offset")
         start = None if offset is None else as_size(offset)
         if not isinstance(name, str) or (start is None and offset is not None):
-            raise FormatError(f"{self.location}: its index of stored items is damaged.")
+            raise FormatError(
+                f"{self.location}: its index of stored items is damaged. Save the checkpoint again."
+            )
         return name, start
 
     def tensors(self) -> dict[str, TensorEntry]:

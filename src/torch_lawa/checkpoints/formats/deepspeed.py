@@ -39,8 +39,10 @@ from torch_lawa.checkpoints.formats.deepspeed_states import (
 )
 from torch_lawa.checkpoints.formats.torch_pickle.safe_pickle import Record
 from torch_lawa.checkpoints.formats.torch_pickle.tensors import StoredTensor
-from torch_lawa.checkpoints.storage.paths import ByteSource, Location
+from torch_lawa.checkpoints.storage.byte_sources import ByteSource
+from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import ConfigError, FormatError
+from torch_lawa.units import few
 
 if TYPE_CHECKING:
     from torch_lawa.mean.kernels import Bytes
@@ -102,8 +104,8 @@ class DeepSpeedCheckpoint(Checkpoint):
             rest = [] if ranks.model else [name for name in stored if name not in known]
             self._tensors |= _from_module(module, rest, convert=True)
             if rest:
-                more = f" and {len(rest) - 1} more" if rest[1:] else ""
-                notes = (f"not trained by ZeRO, so taken from the module: {rest[0]!r}{more}",)
+                shown = few(map(repr, rest), limit=1)
+                notes = (f"not trained by ZeRO, so taken from the module: {shown}",)
         universal = "universal checkpoint" if self._universal else "checkpoint"
         super().__init__(
             location=folder,

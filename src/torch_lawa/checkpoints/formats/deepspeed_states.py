@@ -10,7 +10,8 @@ from torch_lawa.checkpoints.formats.torch_pickle.tensors import (
     UnusableTensor,
     as_size,
 )
-from torch_lawa.checkpoints.storage.paths import ByteSource, Location
+from torch_lawa.checkpoints.storage.byte_sources import ByteSource
+from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import FormatError
 
 __all__ = ["StateFile", "as_counts", "as_tensor", "open_archive"]

@@ -15,6 +15,7 @@ from torch_lawa.checkpoints.formats.base import (
     TrainingProgress,
     is_plain_name,
 )
+from torch_lawa.checkpoints.provenance import PROVENANCE_FILE
 from torch_lawa.errors import FormatError
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ __all__ = [
     "FOLDER_FILES",
     "FOLDER_PARTS",
     "INDEXES",
-    "WEIGHTS",
     "find_weights_file",
     "open_folder",
     "read_json",
@@ -36,7 +36,7 @@ __all__ = [
 DIFFUSERS = "diffusion_pytorch_model"  # how Diffusers calls the files of a model
 # In this order: where a folder has several, the first is the one that `from_pretrained` reads.
 # Diffusers' scripts train LoRA weights and leave a `model.safetensors` of Accelerate beside them.
-WEIGHTS = (
+_WEIGHTS = (
     "pytorch_lora_weights.safetensors",
     "model.safetensors",
     "adapter_model.safetensors",
@@ -51,12 +51,12 @@ INDEXES = (
     "pytorch_model.bin.index.json",
     f"{DIFFUSERS}.bin.index.json",
 )
-FOLDER_FILES = (*WEIGHTS, *INDEXES)
-_STEMS = sorted({name.partition(".")[0] for name in WEIGHTS})
+FOLDER_FILES = (*_WEIGHTS, *INDEXES)
+_STEMS = sorted({name.partition(".")[0] for name in _WEIGHTS})
 # Shards, and what describes the weights.
 FOLDER_PARTS = (
     rf"({'|'.join(_STEMS)})-[0-9]{{5}}-of-[0-9]{{5}}\.(safetensors|bin)"
-    r"|lawa\.json|trainer_state\.json"
+    rf"|{re.escape(PROVENANCE_FILE)}|trainer_state\.json"
 )
 # Diffusers and Transformers put the name of a variant before the suffix: `model.fp16.safetensors`.
 _WEIGHTS_FILE = re.compile(
@@ -88,7 +88,7 @@ def open_folder(folder: "Location", key: str | None = None) -> Checkpoint:
     found = find_weights_file(folder)
     if found is None:
         raise FormatError(
-            f"{folder}: no checkpoint here: looked for {', '.join(WEIGHTS[1:3])}, {INDEXES[0]}, …"
+            f"{folder}: no checkpoint here: looked for {', '.join(_WEIGHTS[1:3])}, {INDEXES[0]}, …"
         )
     opener = _opener(found.name, key)
     progress = _trainer_state(folder)
@@ -158,13 +158,15 @@ class ShardedCheckpoint(Checkpoint):
                 aliases[name] = shard.aliases[name]
             else:
                 raise FormatError(
-                    f"{shard.location}: {index.name} names {name!r}, which is not in this file."
+                    f"{shard.location}: {index.name} names {name!r}, which is not in this file. "
+                    "One of the two is from another checkpoint: copy or save all files again."
                 )
         for shard in self._shards.values():
             for name in shard.tensors:
                 if weight_map.get(name) != shard.location.name:
                     raise FormatError(
-                        f"{shard.location}: contains {name!r}, which is not listed in {index.name}."
+                        f"{shard.location}: contains {name!r}, which {index.name} does not list. "
+                        "One of the two is from another checkpoint: copy or save all files again."
                     )
             aliases |= {n: kept for n, kept in shard.aliases.items() if n not in tensors}
         return tensors, aliases

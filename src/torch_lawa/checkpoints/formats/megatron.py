@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
+from torch_lawa.boxes import boxes
 from torch_lawa.checkpoints.formats.base import Checkpoint, TensorSpec, TrainingProgress
 from torch_lawa.checkpoints.formats.dcp import (
     DistributedCheckpoint,
@@ -26,10 +27,11 @@ from torch_lawa.checkpoints.formats.torch_pickle.state_dicts import (
     find_progress,
     is_training_state,
 )
-from torch_lawa.checkpoints.formats.torch_pickle.strided import boxes
 from torch_lawa.checkpoints.formats.torch_pickle.tensors import StoredTensor
+from torch_lawa.checkpoints.provenance import PROVENANCE_FILE
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location
 from torch_lawa.errors import FormatError
+from torch_lawa.units import few
 
 __all__ = ["MASTERS", "MegatronCheckpoint", "open_megatron"]
 
@@ -83,7 +85,7 @@ class MegatronCheckpoint(DistributedCheckpoint):
         return [
             child
             for child in self._folder.children()
-            if child.name != "lawa.json" and child.is_file() and _belongs(child)
+            if child.name != PROVENANCE_FILE and child.is_file() and _belongs(child)
         ]
 
     def _find_weights(
@@ -108,7 +110,9 @@ class MegatronCheckpoint(DistributedCheckpoint):
                 buckets[name] = entry
         notes = list(self._note_folders())
         if not weights:
-            raise FormatError(f"{self._folder}: contains no tensors of a model.")
+            raise FormatError(
+                f"{self._folder}: contains no tensors of a model. Save it with the model."
+            )
         if key != MASTERS:
             if masters or buckets:
                 notes.append(
@@ -199,7 +203,7 @@ class MegatronCheckpoint(DistributedCheckpoint):
     def _note_folders(self) -> Iterator[str]:
         folders = [child.name for child in self._folder.children() if child.is_folder()]
         if folders:
-            yield f"left out: {', '.join(folders[:6])} (folders inside of a checkpoint)"
+            yield f"left out: {few(folders)} (folders inside of a checkpoint)"
 
 
 def _belongs(file: Location) -> bool:

@@ -6,7 +6,6 @@ states, the optimizer), so Megatron loads the result like any other checkpoint. 
 """
 
 import errno
-import json
 import math
 import os
 import re
@@ -19,21 +18,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_lawa.boxes import boxes
 from torch_lawa.checkpoints.formats.megatron import MASTERS, MegatronCheckpoint
 from torch_lawa.checkpoints.formats.registry import StagedValues
 from torch_lawa.checkpoints.formats.safetensors import read_header
 from torch_lawa.checkpoints.formats.safetensors_folder import write_at
 from torch_lawa.checkpoints.formats.safetensors_torch import dtype_of, load_tensors
 from torch_lawa.checkpoints.formats.torch_pickle.archive import StorageEntry, find_storage
-from torch_lawa.checkpoints.formats.torch_pickle.strided import boxes, is_row_major
+from torch_lawa.checkpoints.formats.torch_pickle.strided import is_row_major
 from torch_lawa.checkpoints.formats.torch_pickle.tensors import StoredTensor
+from torch_lawa.checkpoints.provenance import PROVENANCE_FILE, write_provenance
 from torch_lawa.checkpoints.storage.atomic import replacing
-from torch_lawa.checkpoints.storage.paths import ByteSource, LocalPath
+from torch_lawa.checkpoints.storage.byte_sources import ByteSource
+from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.system_errors import named_errors
 
-__all__ = ["TRACKER", "write_megatron", "write_tracker"]
+__all__ = ["write_megatron", "write_tracker"]
 
-TRACKER = "latest_checkpointed_iteration.txt"
+_TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_([0-9]{7,18})|release")
 _PIECE = 1 << 22  # values or bytes that are in memory at a time
 
@@ -52,7 +54,7 @@ def write_megatron(staged: StagedValues) -> None:
                 if name in values:
                     files.replace(copy, name, values[name])
     with named_errors(folder):
-        (folder / "lawa.json").write_text(json.dumps(dict(staged.metadata), indent=2) + "\n")
+        write_provenance(folder, staged.metadata)
 
 
 def write_tracker(published: Path) -> None:
@@ -61,7 +63,7 @@ def write_tracker(published: Path) -> None:
     A file that names a checkpoint of a training run is left as it is.
     """
     found = _ITERATION.fullmatch(published.name)
-    tracker = published.parent / TRACKER
+    tracker = published.parent / _TRACKER
     if found is None or not _is_ours(tracker):
         return
     with replacing(tracker) as file:
@@ -76,7 +78,7 @@ def _is_ours(tracker: Path) -> bool:
         return True
     except ValueError:
         return False
-    return (tracker.parent / name / "lawa.json").is_file()
+    return (tracker.parent / name / PROVENANCE_FILE).is_file()
 
 
 class _CopiedFiles:

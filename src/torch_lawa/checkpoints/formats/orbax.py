@@ -26,7 +26,7 @@ from torch_lawa.checkpoints.formats.orbax_tree import (
     find_step,
     read_items,
 )
-from torch_lawa.checkpoints.provenance import PROVENANCE
+from torch_lawa.checkpoints.provenance import PROVENANCE, PROVENANCE_FILE
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location
 from torch_lawa.errors import ConfigError, FormatError
 from torch_lawa.mean.dtypes import DTYPES
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from torch_lawa.mean.kernels import Bytes
 
 __all__ = [
-    "PROVENANCE_FILE",
     "OrbaxCheckpoint",
     "Rows",
     "array_spec",
@@ -44,7 +43,6 @@ __all__ = [
 ]
 
 KEY_MAP = "key_map"  # the metadata with the path of each tensor in the tree
-PROVENANCE_FILE = "lawa.json"
 _CODES = {dtype.torch_name: code for code, dtype in DTYPES.items()}
 _ROWS = 1 << 23  # bytes that are decoded at a time where chunks are smaller
 _KEPT = 1 << 26  # bytes of decoded rows that a checkpoint keeps, besides the two latest

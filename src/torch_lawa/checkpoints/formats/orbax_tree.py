@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from torch_lawa.checkpoints.formats.base import is_text
 from torch_lawa.checkpoints.formats.huggingface import read_json
 from torch_lawa.errors import FormatError
+from torch_lawa.units import few
 
 if TYPE_CHECKING:
     from torch_lawa.checkpoints.storage.paths import Location
@@ -170,7 +171,7 @@ def choose_weights(
     shown = ".".join((*((item.name,) if len(items) > 1 else ()), *prefix))
     rest = {leaf.keys[0] for leaf in item.leaves if leaf.keys[: len(prefix)] != prefix}
     rest |= {other.name for other in items if other is not item}
-    notes = () if not rest else (f"weights under {shown!r}; not averaged: {_few(rest)}",)
+    notes = () if not rest else (f"weights under {shown!r}; not averaged: {_listed(rest)}",)
     return _collect(item, prefix, shown, notes, location)
 
 
@@ -232,7 +233,7 @@ def _collect(
             raise FormatError(f"{location}: two arrays have the name {name!r}: rename one.")
         found[name] = leaf
     if not found:
-        raise FormatError(f"{location}: contains no arrays.")
+        raise FormatError(f"{location}: contains no arrays. Save it with the weights.")
     return ChosenWeights(found, key, notes)
 
 
@@ -245,9 +246,8 @@ def _list_keys(items: Sequence[OrbaxItem]) -> str:
         if len(leaf.keys) > 1
     }
     everything = "" if len(items) > 1 else " ('.' is everything)"
-    return (_few(names | {i.name for i in items if len(items) > 1}) or "none") + everything
+    return (_listed(names | {i.name for i in items if len(items) > 1}) or "none") + everything
 
 
-def _few(names: set[str]) -> str:
-    more = f" and {len(names) - 12} more" if len(names) > 12 else ""
-    return ", ".join(map(repr, sorted(names)[:12])) + more
+def _listed(names: set[str]) -> str:
+    return few(map(repr, sorted(names)), limit=12)

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch_lawa.checkpoints.formats.base import Checkpoint
 from torch_lawa.checkpoints.formats.orbax import (
-    PROVENANCE_FILE,
     Rows,
     array_spec,
     load_tensorstore,
@@ -27,6 +26,7 @@ from torch_lawa.checkpoints.formats.orbax_tree import (
 )
 from torch_lawa.checkpoints.formats.registry import StagedValues
 from torch_lawa.checkpoints.formats.safetensors import SafetensorsFile
+from torch_lawa.checkpoints.provenance import PROVENANCE_FILE, write_provenance
 from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import FormatError, LawaError, OutputError
 from torch_lawa.mean.dtypes import DTYPES
@@ -56,8 +56,7 @@ def write_orbax(staged: StagedValues) -> None:
         _copy_files(staged.newest.path, staged.target, staged.values, item)
         metadata = {**item.metadata, "use_ocdbt": True}
         (target / ITEM_FILE).write_text(json.dumps(metadata))
-        made = json.dumps(dict(staged.metadata), indent=2) + "\n"
-        (staged.target / PROVENANCE_FILE).write_text(made)
+        write_provenance(staged.target, staged.metadata)
     with SafetensorsFile(LocalPath(staged.values)) as values:
         replaced = {chosen.leaves[name].stored: name for name in values.tensors}
         store = _Database(ts, target)

@@ -10,6 +10,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ from torch_lawa.checkpoints.formats.base import (
     TrainingProgress,
     is_text,
 )
-from torch_lawa.checkpoints.storage.paths import ByteSource, LocalPath, Location
+from torch_lawa.checkpoints.storage.byte_sources import ByteSource
+from torch_lawa.checkpoints.storage.paths import LocalPath, Location
 from torch_lawa.errors import FormatError
 from torch_lawa.garbage import paused_garbage_collection
 from torch_lawa.mean.dtypes import DTYPES
@@ -151,12 +153,17 @@ def _parse(text: bytes, location: Location) -> Header:
         metadata = {str(k): str(v) for k, v in raw.pop(_METADATA, {}).items()}
         entries = _read_entries(raw)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FormatError(f"{location}: the safetensors header is broken ({error}).") from None
+        raise FormatError(
+            f"{location}: the safetensors header is broken ({error}). Write the file again."
+        ) from None
     end = 0
-    entries.sort(key=_range_of)
+    entries.sort(key=itemgetter(2))  # by their ranges
     for name, _, (begin, stop) in entries:
         if begin != end:
-            raise FormatError(f"{location}: tensor {name!r} begins at {begin}, expected {end}.")
+            raise FormatError(
+                f"{location}: tensor {name!r} begins at {begin}, expected {end}. The file is "
+                "damaged; write it again."
+            )
         end = stop
     tensors = {name: spec for name, spec, _ in entries}
     ranges = {name: span for name, _, span in entries}
@@ -198,10 +205,6 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _Entry = tuple[str, TensorSpec, tuple[int, int]]
-
-
-def _range_of(entry: _Entry) -> tuple[int, int]:
-    return entry[2]
 
 
 def _read_entries(raw: Mapping[str, Any]) -> list[_Entry]:

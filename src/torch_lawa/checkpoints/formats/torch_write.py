@@ -5,7 +5,6 @@ are in memory.
 """
 
 import copyreg
-import json
 import pickle
 import warnings
 from collections import OrderedDict
@@ -20,6 +19,7 @@ from torch.storage import TypedStorage
 from torch_lawa.checkpoints.formats.registry import StagedValues
 from torch_lawa.checkpoints.formats.safetensors import read_header
 from torch_lawa.checkpoints.formats.safetensors_torch import load_tensors
+from torch_lawa.checkpoints.provenance import write_provenance
 from torch_lawa.garbage import paused_garbage_collection
 from torch_lawa.system_errors import named_errors, unwrapped_errors
 
@@ -61,7 +61,7 @@ def write_distributed(staged: StagedValues) -> None:
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # theirs, in 2.6
         save(state, storage_writer=FileSystemWriter(folder))
     with named_errors(folder):
-        (folder / "lawa.json").write_text(json.dumps(dict(staged.metadata), indent=2) + "\n")
+        write_provenance(folder, staged.metadata)
 
 
 def _faster_pickle() -> Any:

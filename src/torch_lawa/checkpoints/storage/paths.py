@@ -18,18 +18,15 @@ from torch_lawa.checkpoints.storage.byte_sources import (
     ByteSource,
     ReadSource,
     RemoteSource,
-    SourceFile,
     open_file,
 )
 from torch_lawa.checkpoints.storage.remote_errors import package_for, translated_errors
 from torch_lawa.errors import ConfigError, FormatError, LawaError, OutputError
 
 __all__ = [
-    "ByteSource",
     "LocalPath",
     "Location",
     "RemoteURL",
-    "SourceFile",
     "is_url",
     "parse_location",
     "parse_output",
@@ -218,12 +215,13 @@ class RemoteURL(Location):
     local = False
 
     def __init__(self, fs: Any, path: str, protocol: str, behind: "Location | None" = None) -> None:
-        self.fs, self._path, self._protocol = fs, path.rstrip("/"), protocol
+        self.fs, self._protocol = fs, protocol
+        self.path = path.rstrip("/")  # within the file system
         self._behind = behind  # what a chained URL ends with
 
     def __str__(self) -> str:
         start = f"{self._protocol}://"  # for HTTP, fsspec's paths are whole URLs
-        return self._path if self._path.startswith(start) else start + self._path.lstrip("/")
+        return self.path if self.path.startswith(start) else start + self.path.lstrip("/")
 
     def __repr__(self) -> str:
         return f"RemoteURL({str(self)!r})"
@@ -235,11 +233,6 @@ class RemoteURL(Location):
         return hash(str(self))
 
     @property
-    def path(self) -> str:
-        """The path within the fsspec file system."""
-        return self._path
-
-    @property
     def stored_at(self) -> Location:
         """Where its bytes are: behind caches, or the archive (or folder) that contains it."""
         from fsspec.implementations.cached import CachingFileSystem
@@ -249,21 +242,21 @@ class RemoteURL(Location):
         while isinstance(fs, CachingFileSystem):
             fs = fs.fs
         if isinstance(fs, LocalFileSystem):
-            return LocalPath(self._path)
+            return LocalPath(self.path)
         if isinstance(self._behind, RemoteURL) and type(fs) is type(self._behind.fs):
-            return RemoteURL(fs, self._path, self._behind._protocol)
+            return RemoteURL(fs, self.path, self._behind._protocol)
         return self._behind or self
 
     @property
     def name(self) -> str:
-        return self._path.rsplit("/", 1)[-1]
+        return self.path.rsplit("/", 1)[-1]
 
     @property
     def parent(self) -> "RemoteURL":
-        return self._at(self._path.rsplit("/", 1)[0])
+        return self._at(self.path.rsplit("/", 1)[0])
 
     def child(self, name: str) -> "RemoteURL":
-        return self._at(f"{self._path}/{name}")
+        return self._at(f"{self.path}/{name}")
 
     def is_file(self) -> bool:
         return self._kind() == "file"
@@ -274,30 +267,30 @@ class RemoteURL(Location):
     def exists(self) -> bool:
         """Whether it exists now, regardless of cached listings."""
         with translated_errors(str(self)):
-            self.fs.invalidate_cache(self._path)
+            self.fs.invalidate_cache(self.path)
         return self._kind() is not None
 
     def children(self) -> "list[Location]":
         with translated_errors(str(self)):
             self.fs.invalidate_cache()  # a run in progress adds files
             try:
-                listed = self.fs.ls(self._path, detail=False)
+                listed = self.fs.ls(self.path, detail=False)
             except FileNotFoundError as error:
                 raise self._missing() from error.__cause__
         found = {p.rstrip("/") for p in listed}
-        return [self._at(p) for p in sorted(found - {self._path})]
+        return [self._at(p) for p in sorted(found - {self.path})]
 
     def glob(self) -> "list[Location]":
         try:
             with translated_errors(str(self)):
                 self.fs.invalidate_cache()
-                return [self._at(p) for p in sorted(self.fs.glob(self._path))]
+                return [self._at(p) for p in sorted(self.fs.glob(self.path))]
         except FileNotFoundError:
             return []
 
     def stamp(self) -> tuple[int, object]:
         with translated_errors(str(self)):
-            self.fs.invalidate_cache(self._path)
+            self.fs.invalidate_cache(self.path)
         found = self._info()
         if found is None:
             raise self._missing()
@@ -308,7 +301,7 @@ class RemoteURL(Location):
         found = self._info()  # may be cached: formats check the size against the contents
         if found is None:
             raise self._missing()
-        return RemoteSource(self.fs, self._path, str(self), int(found["size"]))
+        return RemoteSource(self.fs, self.path, str(self), int(found["size"]))
 
     def read_bytes(self) -> bytes:
         """The whole file, which must be small, as it is now."""
@@ -316,7 +309,7 @@ class RemoteURL(Location):
         self._check_size(0 if found is None else int(found.get("size") or 0))
         try:
             with translated_errors(str(self)):
-                return bytes(self.fs.cat_file(self._path))
+                return bytes(self.fs.cat_file(self.path))
         except FileNotFoundError:
             raise self._missing() from None
 
@@ -324,7 +317,7 @@ class RemoteURL(Location):
         """Upload a local file; object stores show it only when it is complete."""
         try:
             with translated_errors(str(self)):
-                self.fs.put_file(str(path), self._path)
+                self.fs.put_file(str(path), self.path)
         except (OSError, LawaError) as error:
             raise OutputError(f"{error} The file was not written.") from error
 
@@ -332,7 +325,7 @@ class RemoteURL(Location):
         """Remove the file."""
         try:
             with translated_errors(str(self)):
-                self.fs.rm_file(self._path)
+                self.fs.rm_file(self.path)
         except FileNotFoundError:
             return
         except (OSError, LawaError) as error:
@@ -346,7 +339,7 @@ class RemoteURL(Location):
         # Not `fs.isfile`, which treats every failure, such as missing credentials, as "no file".
         try:
             with translated_errors(str(self)):
-                found: dict[str, Any] = self.fs.info(self._path)
+                found: dict[str, Any] = self.fs.info(self.path)
         except (FileNotFoundError, NotADirectoryError):
             return None
         return found

@@ -160,14 +160,14 @@ class LatestWeightAveraging(Callback):
         One of the two is given: the zero-based index of the optimizer step, or of the epoch, that
         has just ended.
         """
-        cadence = self._average.cadence
-        index = step_idx if cadence.unit == "steps" else epoch_idx
+        average, cadence = self._average, self._average.cadence
+        by_steps = cadence.unit == "steps"
+        index = step_idx if by_steps else epoch_idx
         if index is None or cadence.schedule.needs_loss:
             return False
-        complete = self._average.latest_epoch + 1
-        if cadence.unit == "epochs":
-            complete = self._average.latest_step
-        return complete >= cadence.other_start and cadence.due(self.averager, index + 1)
+        # The complete units of the other kind, of which some may be left out as well.
+        others = average.latest_epoch + 1 if by_steps else average.latest_step
+        return others >= cadence.other_start and cadence.due(self.averager, index + 1)
 
     def batch_norm_forward(self, pl_module: Any, batch: Any) -> Any:
         """Run a batch of the train loader through the model, for its BatchNorm layers to see.

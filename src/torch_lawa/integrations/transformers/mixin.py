@@ -355,7 +355,7 @@ class LatestWeightAveragingMixin(_Base):
         return "FULL_STATE_DICT" in str(plugin.state_dict_type)
 
     def _dtype(self) -> torch.dtype:
-        """Of the model that forward passes use, and that Trainer saves."""
+        """The dtype of the weights that forward passes use, and that Trainer saves."""
         return next(p.dtype for p in self._trained.parameters() if p.is_floating_point())
 
     @contextlib.contextmanager

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from torch_lawa.checkpoints.find.step_names import few
 from torch_lawa.checkpoints.formats.base import TensorSpec, TrainingProgress
 from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.mean.dtypes import DTYPES, averageable
 from torch_lawa.offline.inspect.distances import Sums
 from torch_lawa.offline.inspect.text import aligned, labelled, plain, wrapped
+from torch_lawa.units import few
 
 __all__ = ["Difference", "Side", "TensorDifference"]
 

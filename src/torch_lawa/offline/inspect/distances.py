@@ -16,7 +16,6 @@ from torch_lawa.mean.kernels import PIECE, Bytes, Doubles
 
 __all__ = ["PieceDifference", "Sums", "comparable"]
 
-_WORDS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _FLOATS: dict[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "C64": np.float32,
 }  # fmt: skip
@@ -109,7 +108,7 @@ class PieceDifference:
             return _compare_integers(a.view(_INTEGERS[code_a]), b.view(_INTEGERS[code_b]))
         num_differing = -1
         if code_a == code_b:
-            words = _WORDS[DTYPES[code_a].itemsize]
+            words = f"u{DTYPES[code_a].itemsize}"  # unsigned integers of that size
             num_differing = int(np.count_nonzero(a.view(words) != b.view(words)))
         if kind == "opaque":
             return Sums(num_differing)

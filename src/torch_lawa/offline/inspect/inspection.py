@@ -8,7 +8,7 @@ from typing import Any
 
 from torch_lawa.checkpoints.find.discovery import FoundCheckpoint, find_checkpoints
 from torch_lawa.checkpoints.find.expand import POINTERS
-from torch_lawa.checkpoints.find.step_names import few, parse_name
+from torch_lawa.checkpoints.find.step_names import parse_name
 from torch_lawa.checkpoints.formats.base import (
     Checkpoint,
     CheckpointLayout,
@@ -17,12 +17,12 @@ from torch_lawa.checkpoints.formats.base import (
 )
 from torch_lawa.checkpoints.formats.huggingface import read_json
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
-from torch_lawa.checkpoints.provenance import PROVENANCE
+from torch_lawa.checkpoints.provenance import PROVENANCE, PROVENANCE_FILE
 from torch_lawa.checkpoints.storage.paths import Location, parse_location
 from torch_lawa.errors import ConfigError, FormatError, LayoutError
 from torch_lawa.offline.engine import Meter, in_threads
 from torch_lawa.offline.inspect.text import aligned, labelled, plain, shortened, wrapped
-from torch_lawa.units import counted, format_bytes
+from torch_lawa.units import counted, few, format_bytes
 
 __all__ = ["Inspection", "RunInspection", "find_one", "inspect_checkpoint", "inspect_path"]
 
@@ -207,8 +207,14 @@ def inspect_path(
         discovery = find_checkpoints([path], key=key)
         if discovery.is_run or len(discovery.found) > 1:
             formats, sizes = _open_all(discovery.found, key)
-            return RunInspection(os.fspath(path), discovery.found, formats, sizes,
-                       discovery.ordered_by, discovery.notes)  # fmt: skip
+            return RunInspection(
+                os.fspath(path),
+                discovery.found,
+                formats,
+                sizes,
+                discovery.ordered_by,
+                discovery.notes,
+            )
     return inspect_checkpoint(path, key)
 
 
@@ -247,10 +253,8 @@ def find_one(
 ) -> tuple[Location, tuple[str, ...]]:
     """The one checkpoint that a path names, and notes on how it was found."""
     location = parse_location(path)
-    if (
-        location.is_file() and location.name not in POINTERS
-    ):  # whatever its name: a shard can be inspected too
-        return location, ()
+    if location.is_file() and location.name not in POINTERS:
+        return location, ()  # whatever its name: a shard can be inspected, too
     discovery = find_checkpoints([path], key=key)
     if discovery.is_run or len(discovery.found) > 1:
         raise ConfigError(
@@ -290,7 +294,7 @@ def _read_provenance(opened: Checkpoint) -> dict[str, Any] | None:
     """How a checkpoint was averaged, from its metadata or a file beside it."""
     text: object = opened.metadata.get(PROVENANCE)
     if text is None and opened.layout in ("distributed", "megatron"):
-        beside = opened.location.child("lawa.json")
+        beside = opened.location.child(PROVENANCE_FILE)
         text = read_json(beside).get(PROVENANCE) if beside.is_file() else None
     try:
         made = json.loads(text) if isinstance(text, str) else text

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from torch_lawa.checkpoints.find.discovery import FoundCheckpoint
-from torch_lawa.checkpoints.find.step_names import few
 from torch_lawa.errors import ConfigError, FormatError, LawaError
 from torch_lawa.offline.watch.checkpoint_files import LiveCheckpoint, open_live, signature_of
 from torch_lawa.offline.watch.live_run import LiveRun
 from torch_lawa.offline.watch.window_folder import WindowFolder
 from torch_lawa.offline.watch.window_manifest import KeptCheckpoint
+from torch_lawa.units import few
 
 __all__ = ["Admission"]
 
@@ -43,9 +43,7 @@ class Admission:
         self._run, self._window, self._k, self._each = run, window, k, each
         self._settle, self._say, self._stop, self._clock = settle, say, stop, clock
         self._found: dict[int, FoundCheckpoint] = {}
-        self._observed: dict[
-            int, tuple[str, float]
-        ] = {}  # signature, and the time it was first seen
+        self._observed: dict[int, tuple[str, float]] = {}  # signature, and when it was first seen
         self._broken: dict[int, str] = {}
         self._by = ""
         self._newest = -1  # number of the newest in the window before this poll
@@ -64,7 +62,8 @@ class Admission:
         if by not in ("", discovery.ordered_by):
             raise FormatError(
                 f"{self._run.text}: the checkpoints were ordered by {by}, and now only by "
-                f"{discovery.ordered_by}, so the window cannot be continued."
+                f"{discovery.ordered_by}, so the window cannot be continued. Put the {by} into all "
+                f"names again, or remove {self._window.folder} to begin a new window."
             )
         if not self._by:  # only the first time: later, files left out are mostly incomplete
             for note in discovery.notes:

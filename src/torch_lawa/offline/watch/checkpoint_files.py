@@ -21,11 +21,13 @@ from torch_lawa.checkpoints.storage.paths import LocalPath, Location, RemoteURL
 from torch_lawa.checkpoints.storage.remote_errors import translated_errors
 from torch_lawa.errors import FormatError
 from torch_lawa.offline.engine import Stopped
-from torch_lawa.offline.side_files import read_pieces, side_files
+from torch_lawa.offline.side_files import side_files
+from torch_lawa.system_errors import named_errors
 
 __all__ = ["LiveCheckpoint", "digest", "keep_files", "open_live", "signature_of", "stamps_of"]
 
 Stopping = Callable[[], bool]
+_PIECE = 1 << 24  # bytes
 
 
 @dataclass(frozen=True)
@@ -132,9 +134,23 @@ def _link(location: Location, path: Path) -> bool:
     return True
 
 
+def _pieces(location: Location) -> Iterator[bytes | memoryview]:
+    """The bytes of a file, however large it is."""
+    if isinstance(location, LocalPath):
+        # Not mapped: it may be truncated meanwhile.
+        with named_errors(location.path), location.path.open("rb") as file:
+            while piece := file.read(_PIECE):
+                yield piece
+        return
+    source = location.open()
+    for begin in range(0, source.size, _PIECE):
+        yield source.view(begin, min(begin + _PIECE, source.size)).data
+    source.close()
+
+
 def _copy(location: Location, path: Path, stopped: Stopping) -> None:
     with replacing(path) as out:
-        for piece in read_pieces(location):
+        for piece in _pieces(location):
             if stopped():
                 raise Stopped
             out.write(piece)

@@ -60,7 +60,9 @@ class LiveRun:
             found = FoundCheckpoint(entry.location, progress.step, progress.epoch)
             return Discovery((found,), by, is_run=True)  # type: ignore[arg-type]
         if parse_name(self.location.name).known:
-            raise FormatError(f"{entry.location}: no step or epoch in its name.")
+            raise FormatError(
+                f"{entry.location}: no step or epoch in its name. Name checkpoints like step-500."
+            )
         return discovery  # its step was read from its contents
 
 

@@ -128,10 +128,8 @@ class Watcher:
         self._said: set[str] = set()
         self._trouble = "", 0.0  # an error, and since when
         self._failed = self._hopeless = ""  # windows to average again, and not to
-        live, self._target = (
-            LiveRun(os.fspath(run), key=options.key),
-            WatchTarget(os.fspath(output)),
-        )
+        live = LiveRun(os.fspath(run), key=options.key)
+        self._target = WatchTarget(os.fspath(output))
         self._target.refuse_inside(live)
         require_short_name(self._target.path(10**9))
         self._each = self._target.keeps_all and not once

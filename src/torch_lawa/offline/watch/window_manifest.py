@@ -56,9 +56,7 @@ class WindowState:
     by: str = ""  # "step" or "epoch"
     filled: bool = False  # it was full once: all lower numbers are in `passed`
     passed: Mapping[int, str] = field(default_factory=dict)  # too old for the window
-    abandoned: Mapping[int, str] = field(
-        default_factory=dict
-    )  # on branches that the run left by going back
+    abandoned: Mapping[int, str] = field(default_factory=dict)  # on branches that the run left
     left_at: int = -1  # greatest number on such a branch: averages up to it are outdated
     averaged: str = ""  # hash of the window and options of the last average
 

@@ -91,3 +91,22 @@ def test_what_a_sweep_does_not_support_is_refused(run: Path, name: str) -> None:
     value: Any = {"layout": "sharded", "max_shard_size": 100, "buffers": "average"}[name]
     with pytest.raises(ConfigError, match=name):
         sweep_checkpoints(run, [2], output="s", options=AverageOptions(**{name: value}))
+
+
+def test_a_sweep_without_windows_is_refused(run: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--k or shares .* --horizon"):
+        sweep_checkpoints(run, output="s")
+    with pytest.raises(ConfigError, match=r"at=\[\]"):
+        sweep_checkpoints(run, [2], at=[], output="s")
+
+
+@pytest.mark.parametrize("k", [2.0, "2", 0])
+def test_a_sweep_takes_whole_numbers(run: Path, k: Any) -> None:
+    with pytest.raises(ConfigError, match=f"--k {k}: give distinct whole numbers"):
+        sweep_checkpoints(run, [k], output="s")
+
+
+@pytest.mark.parametrize("size", ["5GB", 0])
+def test_the_size_of_shards_is_a_number_of_bytes(size: Any) -> None:
+    with pytest.raises(ConfigError, match=f"max_shard_size={size!r}"):
+        AverageOptions(max_shard_size=size)

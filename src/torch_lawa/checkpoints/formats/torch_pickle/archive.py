@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch_lawa.checkpoints.formats.torch_pickle.safe_pickle import MAX_PICKLE, Label, load_pickle
 from torch_lawa.checkpoints.formats.torch_pickle.tensors import MAKERS, STORAGES, Storage
-from torch_lawa.checkpoints.storage.paths import ByteSource, Location, SourceFile
+from torch_lawa.checkpoints.storage.byte_sources import ByteSource, SourceFile
+from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import FormatError
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from torch_lawa.checkpoints.formats.base import TrainingProgress, is_text
 from torch_lawa.checkpoints.formats.torch_pickle.safe_pickle import Tree, inside
 from torch_lawa.errors import FormatError
+from torch_lawa.units import few
 
 __all__ = [
     "PROGRESS_KEYS",
@@ -165,8 +166,10 @@ class _Finder(Generic[Leaf]):
         if all_if_unclear and not any(map(is_training_state, (*nested, *inner))):
             return top, "", ()
         if not direct and not nested:
-            keys = ", ".join(repr(str(k)) for k in list(top)[:12]) or "none"
-            raise FormatError(f"{self._location}: contains no tensors (keys: {keys}).")
+            keys = few((repr(str(k)) for k in top), limit=12) or "none"
+            raise FormatError(
+                f"{self._location}: contains no tensors (keys: {keys}): save model.state_dict()."
+            )
         raise FormatError(
             f"{self._location}: it is not clear which tensors are the weights; {_CHOOSE} from: "
             f"{self._list_entries(top)}."
@@ -206,8 +209,7 @@ class _Finder(Generic[Leaf]):
             direct = any(isinstance(part, self._leaf) for part in inside(value))
             deeper = [] if direct else [k for k in _keys(value) if self._is_weights(value[k])]
             names += [f"{key}.{k}" for k in deeper] or [str(key)]
-        more = f" and {len(names) - 12} more" if len(names) > 12 else ""
-        return (", ".join(map(repr, names[:12])) + more or "none") + " ('.' is everything)"
+        return (few(map(repr, names), limit=12) or "none") + " ('.' is everything)"
 
     def collect(self, tree: Dict, key: str, notes: tuple[str, ...]) -> FoundWeights[Leaf]:
         """The tensors in a dict by dotted names, without the prefixes of wrappers."""
@@ -226,8 +228,7 @@ class _Finder(Generic[Leaf]):
                     "characters in them; the file may be damaged."
                 )
         if left_out:
-            more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
-            notes += ("left out, not tensors: " + ", ".join(map(repr, left_out[:3])) + more,)
+            notes += (f"left out, not tensors: {few(map(repr, left_out), limit=3)}",)
         return FoundWeights(self._canonical(flat), key, notes, _metadata(tree))
 
     def _walk(self, tree: Dict, prefix: str, depth: int) -> Iterator[tuple[str, object]]:

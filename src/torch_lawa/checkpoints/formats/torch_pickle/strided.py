@@ -4,11 +4,12 @@ Only the requested range is assembled, whatever the size of the tensor.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from torch_lawa.boxes import boxes
 from torch_lawa.checkpoints.formats.base import TensorSpec
 from torch_lawa.mean.dtypes import DTYPES
 
@@ -19,12 +20,10 @@ if TYPE_CHECKING:
 
     Values = NDArray[np.unsignedinteger[Any]]
 
-__all__ = ["MAX_DIMS", "boxes", "copy_strided", "gather_bytes", "is_row_major"]
+__all__ = ["MAX_DIMS", "copy_strided", "gather_bytes", "is_row_major"]
 
 MAX_DIMS = 32  # the limit of NumPy before 2
 _MAX_VIEW = 64 * 1024 * 1024  # bytes of a source that are read at once
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
@@ -39,37 +38,6 @@ def is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
             return False
         expected *= size
     return True
-
-
-def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
-    """Values `begin` to `end` in row-major order, as boxes (starts, sizes).
-
-    >>> list(boxes((3, 4), 2, 9))
-    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
-    """
-    if begin >= end:
-        return
-    if not shape:
-        yield (), ()
-        return
-    inner = math.prod(shape[1:])
-    row = begin // inner
-    if begin % inner:
-        stop = min(end, (row + 1) * inner)
-        yield from _in_row(shape, row, begin, stop)
-        begin, row = stop, row + 1
-    whole = (end - begin) // inner
-    if whole > 0:
-        yield (row, *(0 for _ in shape[1:])), (whole, *shape[1:])
-        begin, row = begin + whole * inner, row + whole
-    if begin < end:
-        yield from _in_row(shape, row, begin, end)
-
-
-def _in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> Iterator[Box]:
-    before = row * math.prod(shape[1:])
-    for starts, sizes in boxes(shape[1:], begin - before, end - before):
-        yield (row, *starts), (1, *sizes)
 
 
 def gather_bytes(

@@ -98,7 +98,7 @@ class StoredTensor(DescribedTensor):
 
 @dataclass(frozen=True, slots=True)
 class UnusableTensor(DescribedTensor):
-    """An unreadable tensor, and why it is."""
+    """A tensor that cannot be read, and why."""
 
     why: str
 

@@ -26,7 +26,6 @@ from torch_lawa.checkpoints.formats.base import TrainingProgress
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.formats.torch_file import TorchFile
 from torch_lawa.checkpoints.formats.torch_pickle import strided
-from torch_lawa.checkpoints.formats.torch_pickle.strided import boxes
 from torch_lawa.checkpoints.storage.paths import LocalPath, parse_location
 from torch_lawa.errors import FormatError
 from torch_lawa.mean.kernels_native import native_library
@@ -128,19 +127,6 @@ def test_any_strides(tmp_path_factory: pytest.TempPathFactory, data: st.DataObje
     begin = data.draw(st.integers(0, tensor.nbytes))
     end = data.draw(st.integers(begin, tensor.nbytes))
     assert found.read("w", begin, end).tobytes() == raw(tensor)[begin:end]
-
-
-@given(shape=st.lists(st.integers(1, 4), max_size=4).map(tuple), data=st.data())
-def test_boxes_are_the_range_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
-    whole = np.arange(math.prod(shape)).reshape(shape)
-    begin = data.draw(st.integers(0, whole.size))
-    end = data.draw(st.integers(begin, whole.size))
-    found: list[int] = []
-    for starts, sizes in boxes(shape, begin, end):
-        cut = whole[tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))]
-        assert cut.shape == sizes
-        found += cut.ravel().tolist()
-    assert found == list(range(begin, end))
 
 
 @pytest.mark.skipif(native_library() is None, reason="files are read, not mapped")

@@ -1,4 +1,4 @@
-"""Runs of flattened tensors: their boxes are the run, whatever the shape and wherever it is cut."""
+"""Ranges of flattened tensors: their boxes are the range, whatever the shape and the cuts."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_lawa.flat_shards import boxes
+from torch_lawa.boxes import boxes
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
