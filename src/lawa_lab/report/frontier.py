@@ -92,6 +92,7 @@ class Lead:
     annealed: str
     lead: float  # mean over the seeds that both have; negative: behind
     num_ahead: int
+    num_behind: int  # with num_ahead less than all seeds, if the two are equal in some
     num_seeds: int
 
 
@@ -402,6 +403,7 @@ class _Model:
                     annealed=best.label,
                     lead=statistics.fmean(leads),
                     num_ahead=sum(lead > 0 for lead in leads),
+                    num_behind=sum(lead < 0 for lead in leads),
                     num_seeds=len(leads),
                 )
 

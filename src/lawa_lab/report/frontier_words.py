@@ -83,15 +83,16 @@ def _cheaper(row: EqualQuality, axis: Axis) -> str:
 
 def leads(metric: Metric, frontier: Frontier) -> str:
     """Where the average is ahead of and behind the best annealed run of the same length."""
-    ahead = [lead for lead in frontier.leads if lead.lead > 0]
-    behind = [lead for lead in frontier.leads if lead.lead <= 0]
-    parts = []
-    if ahead:
-        parts.append(f"ahead of the best annealed run at {_places(metric, ahead, frontier.axis)}")
-    if behind:
-        parts.append(f"behind it at {_places(metric, behind, frontier.axis)}")
-        if not ahead:
-            parts[0] = parts[0].replace("behind it", "behind the best annealed run")
+    groups = {
+        "ahead of": [lead for lead in frontier.leads if lead.lead > 0],
+        "behind": [lead for lead in frontier.leads if lead.lead < 0],
+        "level with": [lead for lead in frontier.leads if lead.lead == 0],
+    }
+    parts: list[str] = []
+    for where, found in groups.items():
+        if found:
+            rival = "it" if parts else "the best annealed run"
+            parts.append(f"{where} {rival} at {_places(metric, found, frontier.axis)}")
     return f"At equal budget the average is {', and '.join(parts)}." if parts else ""
 
 
@@ -99,11 +100,11 @@ def _places(metric: Metric, found: Sequence[Lead], axis: Axis) -> str:
     """Such as "6 (by 0.012, 3 of 3 seeds) and 12 epochs (by 0.004, 2 of 3 seeds)"."""
     texts = []
     for lead in found:
-        count = lead.num_ahead if lead.lead > 0 else lead.num_seeds - lead.num_ahead
+        count = lead.num_ahead if lead.lead > 0 else lead.num_behind
         seeds = f", {count} of {lead.num_seeds} seeds" if lead.num_seeds > 1 else ""
-        by = f"(by {say_difference(metric, abs(lead.lead))}{seeds})"
+        by = f" (by {say_difference(metric, abs(lead.lead))}{seeds})" if lead.lead else ""
         last = lead is found[-1]
-        texts.append(f"{say_count(lead.budget, axis) if last else say_number(lead.budget)} {by}")
+        texts.append(f"{say_count(lead.budget, axis) if last else say_number(lead.budget)}{by}")
     *first, final = texts
     return f"{', '.join(first)} and {final}" if first else final
 

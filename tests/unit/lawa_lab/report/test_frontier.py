@@ -141,7 +141,27 @@ def test_the_lead_at_equal_budget_is_over_the_best_annealed_run_there(frontier: 
     ]
     first = frontier.leads[0]
     assert first.lead == pytest.approx(-0.1 / 8 * 1.005)
-    assert (first.num_ahead, first.num_seeds) == (0, 2)
+    assert (first.num_ahead, first.num_behind, first.num_seeds) == (0, 2, 2)
+
+
+def test_a_seed_in_which_both_are_equal_is_neither_ahead_nor_behind(tmp_path: Path) -> None:
+    rows = [row for row in frontier_rows(budgets=(8, 16, 32)) if not row["land"]]
+    ends = {
+        (row["seed"], row["budget_epochs"]): row["test_loss"]
+        for row in rows
+        if row["run"] == "sgd" and row["weights"] == "raw" and row["epoch"] == row["budget_epochs"]
+    }
+    behind = {8: (0.0, 0.25), 16: (0.0, 0.0), 32: (-0.25, 0.0)}  # by seed
+    for row in rows:
+        if row["run"] != "sgd" and row["weights"] == "averaged" and row["epoch"] in behind:
+            loss = ends[row["seed"], row["epoch"]]
+            row["test_loss"] = loss + behind[row["epoch"]][row["seed"]]
+    said = frontier_words.leads(
+        Metric("test_loss", "lower"), frontier_in(report_on(tmp_path, rows))
+    )
+    assert "ahead of the best annealed run at 32 epochs (by 0.12, 1 of 2 seeds)" in said
+    assert "behind it at 8 epochs (by 0.12, 1 of 2 seeds)" in said
+    assert "level with it at 16 epochs." in said
 
 
 def test_a_shorter_annealed_run_that_is_as_good_is_named(tmp_path: Path) -> None:
