@@ -209,6 +209,16 @@ def test_averages_forecast_the_landings_that_start_there(frontier: Frontier) -> 
     assert "(mean of 6 branches; mean absolute error" in said
 
 
+def test_a_landing_starts_from_the_run_of_its_own_optimizer(tmp_path: Path) -> None:
+    rows = [row for row in frontier_rows() if row["schedule"] == "constant"]
+    for row in rows:
+        row["run"] = row["run"].replace("sgd, constant rate", "adamw")
+    trunk = [row for row in rows if not row["land"]]
+    rows += [{**row, "run": "adam", "test_loss": row["test_loss"] + 0.5} for row in trunk]
+    (forecast,) = frontier_in(report_on(tmp_path, rows)).forecasts
+    assert (forecast.average, len(forecast.branches)) == ("adamw, average, k = 4", 6)
+
+
 def test_two_branches_are_too_few_for_a_forecast(tmp_path: Path) -> None:
     rows = frontier_rows(budgets=(8, 16), seeds=(0,))
     assert frontier_in(report_on(tmp_path, rows)).forecasts == ()
