@@ -9,7 +9,7 @@ from lawa_lab.report.curves import Metric
 from lawa_lab.report.figures.axes import Arrow, Line, Panel
 from lawa_lab.report.figures.builders import register_figure
 from lawa_lab.report.figures.scene import Scene
-from lawa_lab.report.figures.style import RAW, Dashes, Style
+from lawa_lab.report.figures.style import RAW, Dashes, Style, vary
 from lawa_lab.report.frontier import AnnealedRun, AnytimeCurve, Frontier
 from lawa_lab.report.runs import Run
 from lawa_lab.report.words import plain, say_axis, say_number
@@ -20,10 +20,8 @@ _MAIN = "#0072b2"
 _ANNEALED: tuple[tuple[str, str], ...] = (
     (RAW, "o"), ("#cc79a7", "s"), ("#e69f00", "D"), ("#661100", "^"), ("#888888", "v"),
 )  # fmt: skip
-_OTHERS: tuple[tuple[str, Dashes], ...] = (
-    ("#009e73", "--"), ("#882255", "-."), ("#999933", (0, (1, 1))), ("#332288", (0, (5, 1, 1, 1))),
-    ("#44aa99", "--"), ("#555555", "-."),
-)  # fmt: skip
+_OTHERS = ("#009e73", "#882255", "#999933", "#332288", "#44aa99", "#555555")
+_DASHES: tuple[Dashes, ...] = ("--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1)))
 _QUIET, _FAINT = "#7d8791", "#aab3bb"
 _WIDE = 4.0  # budgets that span more than this factor have a logarithmic axis
 _FEW = 1  # with more other methods, their names are in the legend, not beside their curves
@@ -137,7 +135,7 @@ def _curves(metric: Metric, frontier: Frontier) -> list[Line]:
     raw = [curve for curve in shown if not curve.series.averaged][:1]
     lines = [_line(curve, Style(colour=_FAINT, width=0.9, layer=1.8)) for curve in raw]
     for index, curve in enumerate(others.values()):
-        colour, dashes = _OTHERS[index % len(_OTHERS)]
+        colour, dashes = vary(index, _OTHERS, _DASHES)
         style = Style(colour=colour, dashes=dashes, width=1.5, layer=3.2)
         lines.append(_line(curve, style, in_legend=len(others) > _FEW))
     lines += [_line(curve, Style(colour=_MAIN, width=2.6, layer=4.0), band=True) for curve in main]

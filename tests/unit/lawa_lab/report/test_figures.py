@@ -193,6 +193,24 @@ def test_other_methods_have_a_figure() -> None:
     assert len({line.style for line in drawing.panels[0].lines}) == len(labels)
 
 
+def test_no_two_of_many_methods_or_rules_look_the_same() -> None:
+    rows = cifar_rows(epochs=12, seeds=(0,))
+    windows = [row for row in rows if row["weights"] == "averaged"]
+    windows = [row for row in windows if row["coefficients"] == "uniform" and row["k"] == 10]
+    methods = [
+        {**row, "weights": f"method-{number}", "k": None, "coefficients": ""}
+        for row in windows
+        for number in range(12)
+    ]
+    rules = [{**row, "coefficients": f"recency:{n}"} for row in windows for n in range(6)]
+    found = {
+        drawing.kind.name: drawing for drawing in drawings([run_of([*rows, *methods, *rules])])
+    }
+    for name, least in (("methods", 13), ("coefficients", 8)):
+        styles = [(x.style.colour, x.style.dashes) for x in found[name].panels[0].lines]
+        assert len(set(styles)) == len(styles) > least
+
+
 def test_the_curve_of_targets_passes_through_the_headline(
     drawn: dict[str, Drawing], recipe: RecipeReport
 ) -> None:

@@ -374,13 +374,16 @@ def test_the_figure_has_points_curves_direct_labels_and_a_log_axis(tmp_path: Pat
 def test_many_methods_are_named_in_the_legend(tmp_path: Path) -> None:
     """Beside their curves, which end close together, names would be written over each other."""
     rows = frontier_rows(budgets=(4, 8, 32))
-    for name in ("ema", "swa", "dense"):
+    names = ["ema", "swa", "dense", *(f"method-{number}" for number in range(15))]
+    for name in names:
         for row in [row for row in rows if row["weights"] == "averaged" and not row["land"]]:
             if row["schedule"] == "constant":
                 rows.append({**row, "weights": name, "k": None, "coefficients": ""})
     runs = runs_of(tmp_path, rows)
     [accuracy, *_] = drawings(Scene(summarise(runs).recipes[0], runs))[0].panels
-    assert {"ema", "swa", "dense"} <= {line.label for line in accuracy.lines}
+    styles = {x.label: (x.style.colour, x.style.dashes) for x in accuracy.lines if x.label}
+    assert set(names) <= set(styles)
+    assert len(set(styles.values())) == len(styles)
     ends = {line.end_label for line in accuracy.lines}
     assert "average, k = 4" in ends
     assert "ema" not in ends
