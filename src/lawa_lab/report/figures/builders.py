@@ -31,6 +31,7 @@ __all__ = ["FIGURES", "FigureKind", "register_figure"]
 Build: TypeAlias = Callable[[Scene, Run], Sequence[Panel]]
 Say: TypeAlias = Callable[[Scene, Run], str]
 Fixed: TypeAlias = Callable[[Series], tuple[object, ...]]
+_MOST_BANDS = 6
 _Step: TypeAlias = tuple[float, float | None, float | None, float | None]
 
 
@@ -140,6 +141,11 @@ def _bare(lines: tuple[Line, ...]) -> tuple[Line, ...]:
     return tuple(replace(line, low=(), high=()) for line in lines)
 
 
+def _readable(lines: tuple[Line, ...]) -> tuple[Line, ...]:
+    """Without the bands of the seeds, if there are so many that they would hide the lines."""
+    return lines if len(lines) <= _MOST_BANDS else _bare(lines)
+
+
 @register_figure(
     "windows",
     "Window length k",
@@ -157,7 +163,6 @@ def _windows(scene: Scene, run: Run) -> list[Panel]:
     if len(averages) < 2:
         return []
     lines = (*_bare(scene.lines(run, scene.raw(run)[:1], metric)), *averages)
-    x_label = scene.x_label(run).replace("mean and range", "mean")
     late = scene.panel(
         metric,
         lines,
@@ -168,8 +173,7 @@ def _windows(scene: Scene, run: Run) -> list[Panel]:
         skip=0.0,
         trim=False,
     )
-    panels = (scene.panel(metric, lines, run, zoom_on=averages), late)
-    return [replace(panel, x_label=x_label) for panel in panels]
+    return [scene.panel(metric, lines, run, zoom_on=averages), late]
 
 
 def _say_methods(scene: Scene, run: Run) -> str:
@@ -190,7 +194,7 @@ def _methods(scene: Scene, run: Run) -> list[Panel]:
         averages = [row.averaged for row in report.own(run.name)]
         if len({series.weights for series in averages}) > 1:
             lines = scene.lines(run, [*scene.raw(run), *averages], report.metric)
-            panels.append(scene.panel(report.metric, lines, run))
+            panels.append(scene.panel(report.metric, _readable(lines), run))
     return panels
 
 
@@ -210,7 +214,8 @@ def _coefficients(scene: Scene, run: Run) -> list[Panel]:
         averages = scene.lines(run, [default, *alike], report.metric)
         if len(averages) > 1:
             raw = scene.lines(run, scene.raw(run)[:1], report.metric)
-            panels.append(scene.panel(report.metric, (*raw, *averages), run, zoom_on=averages))
+            lines = _readable((*raw, *averages))
+            panels.append(scene.panel(report.metric, lines, run, zoom_on=lines[len(raw) :]))
     return panels
 
 
@@ -259,9 +264,7 @@ def _runs(scene: Scene, run: Run) -> list[Panel]:
                 lines.append(scene.line(each, series, report.metric, label))
         there = tuple(line for line in lines if line is not None)
         if len(there) > 1:
-            # The bands of many runs would hide the lines.
-            few = len(scene.runs) <= 3
-            panels.append(scene.panel(report.metric, there if few else _bare(there)))
+            panels.append(scene.panel(report.metric, _readable(there)))
     return panels
 
 
