@@ -1,5 +1,6 @@
 """What is drawn, read back from the drawn artists."""
 
+import itertools
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -180,6 +181,20 @@ def test_bars_of_one_moment_are_not_drawn_and_few_rows_are_low(drawn: dict[str, 
     few = replace(drawn["behind"].panels[0], y_labels=("k = 3",))
     heights = [draw_panel(panel).get_figheight() for panel in (few, drawn["behind"].panels[0])]
     assert heights[0] < heights[1] / 2
+
+
+def test_labels_of_an_axis_do_not_overlap(drawn: dict[str, Drawing]) -> None:
+    behind = replace(drawn["behind"].panels[0], y_labels=tuple(f"k = {k}" for k in range(40)))
+    percent = replace(drawn["target"].panels[0], x_limits=(0.965, 0.985))
+    loss = replace(drawn["target"].panels[1], x_limits=(0.0508, 0.049))
+    for panel in (behind, percent, loss):
+        figure = draw_panel(panel)
+        matplotlib("backends.backend_agg").FigureCanvasAgg(figure).draw()
+        (axes,) = figure.axes
+        along = [text.get_window_extent() for text in axes.get_xticklabels() if text.get_text()]
+        across = [text.get_window_extent() for text in axes.get_yticklabels() if text.get_text()]
+        assert not any(a.overlaps(b) for a, b in itertools.combinations(along, 2))
+        assert not any(a.overlaps(b) for a, b in itertools.combinations(across, 2))
 
 
 def test_other_methods_have_a_figure() -> None:
