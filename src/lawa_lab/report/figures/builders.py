@@ -306,15 +306,19 @@ def _target(scene: Scene, run: Run) -> list[Panel]:
 
 
 def _target_limits(scene: Scene, run: Run, row: MainRow, metric: Metric) -> tuple[float, float]:
-    """From a little easier than where the average began, or the raw weights were early on."""
+    """From a little easier than where the average began, or the raw weights were early on.
+
+    Of several seeds the middle one counts: the best may begin beyond what the others ever reach.
+    """
     ours, theirs = (
         run.curves(series, metric, scene.axis).values() for series in (row.averaged, row.baseline)
     )
     soon = 0.05 * scene.end(run)
-    begins = [curve.values[0] for curve in ours] + [curve.value_at(soon) for curve in theirs]
+    begins = [[curve.values[0] for curve in ours], [curve.value_at(soon) for curve in theirs]]
     hardest = row.curve.target[-1]
-    known = [value for value in begins if value is not None]
-    first = min(known, key=lambda value: abs(value - hardest), default=row.curve.target[0])
+    known = [[value for value in values if value is not None] for values in begins]
+    middle = [statistics.median(values) for values in known if values]
+    first = min(middle, key=lambda value: abs(value - hardest), default=row.curve.target[0])
     if first == hardest:  # it never became better than at its start
         first = row.curve.target[0] if row.curve.target[0] != hardest else 0.9 * hardest - 1e-6
     return first - 0.15 * (hardest - first), hardest + 0.02 * (hardest - first)

@@ -245,6 +245,22 @@ def test_the_curve_of_targets_passes_through_the_headline(
     assert at_least[0] == point.value
 
 
+def test_the_axis_of_targets_shows_the_headline_although_one_seed_is_far_ahead() -> None:
+    rows = [
+        {"recipe": "r", "run": "a", "seed": seed, "epoch": epoch, "weights": weights, "k": k,
+         "test_loss": (1.0 if seed == 2 else 5.0) + (1.0 if seed == 2 else 10.0) / (epoch + ahead)}
+        for seed in range(3)
+        for epoch in range(1, 21)
+        for weights, k, ahead in (("raw", None, 0), ("averaged", 2, 1))
+    ]  # fmt: skip
+    (drawing,) = (d for d in drawings([run_of(rows)]) if d.kind.name == "target")
+    (panel,) = drawing.panels
+    (point,) = (point for point in panel.points if point.label == "largest saving")
+    assert panel.x_limits is not None
+    easy, hard = panel.x_limits
+    assert easy > point.at > hard
+
+
 def test_the_training_loss_belongs_to_the_raw_weights_alone(drawn: dict[str, Drawing]) -> None:
     shown = {panel.title: [x.label for x in panel.lines] for panel in drawn["curves"].panels}
     all_three = ["raw weights", "raw weights, BatchNorm re-estimated", "average, k = 10"]
