@@ -71,7 +71,7 @@ class AnytimeCurve:
     high: tuple[float, ...]
     num_seeds: int
     best_peak: bool = False
-    main: bool = False  # the first average of the first constant-rate run
+    main: bool = False  # the first average of the first constant-rate run, with its best peak
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,7 +315,7 @@ class _Model:
         return tuple(found)
 
     def equal_budget(self) -> Iterable[EqualBudget]:
-        """Annealed runs by their schedule, then their averages, then anytime curves."""
+        """Annealed runs by their schedule with their averages, then curves, the main one first."""
         labels = dict.fromkeys(point.label for point in self.annealed)
         for label in labels:
             own = {p.budget: p for p in self.annealed if p.label == label and p.best_peak}
@@ -324,7 +324,7 @@ class _Model:
             averages = {b: self._average_ends(point) for b, point in own.items()}
             if any(averages.values()):
                 yield self._budgets_of(f"{label}, its average", "annealed average", averages)
-        for curve in self.curves:
+        for curve in sorted(self.curves, key=lambda c: not c.main):
             if curve.best_peak:
                 run = self.runs[curve.run]
                 curves = run.curves(curve.series, self.metric, self.axis)

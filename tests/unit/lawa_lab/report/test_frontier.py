@@ -98,6 +98,19 @@ def test_quality_at_equal_budget_has_one_row_per_method(frontier: Frontier) -> N
     assert average.by_seed[1] == pytest.approx([1 + 1.01 / b for b in (8, 16, 32)])
 
 
+def test_the_main_average_is_the_first_row_of_its_kind(tmp_path: Path) -> None:
+    """Although the run of another peak, which comes before it, is best for another method."""
+    rows = [row for row in frontier_rows(peaks=(0.1, 0.2)) if not row["land"]]
+    anytime = [row for row in rows if row["run"] != "sgd" and row["weights"] == "averaged"]
+    first = [row for row in anytime if row["peak_learning_rate"] == 0.1]
+    rows += [{**row, "weights": "ema", "k": None, "coefficients": "0.9"} for row in first]
+    for row in first:
+        row["test_loss"] += 0.1
+    found = frontier_in(report_on(tmp_path, rows)).equal_budget
+    labels = [row.label for row in found if row.kind == "anytime"]
+    assert labels == ["average, k = 4", "ema, 0.9"]
+
+
 def test_budget_at_equal_quality_is_counted_from_the_end_of_annealed_runs(
     frontier: Frontier,
 ) -> None:
