@@ -326,18 +326,18 @@ class _Model:
                 yield self._budgets_of(f"{label}, its average", "annealed average", averages)
         for curve in sorted(self.curves, key=lambda c: not c.main):
             if curve.best_peak:
-                run = self.runs[curve.run]
-                curves = run.curves(curve.series, self.metric, self.axis)
                 kind: Kind = "anytime" if curve.series.averaged else "raw"
-                values = {
-                    budget: {
-                        seed: each.value_at(budget)
-                        for seed, each in curves.items()
-                        if each.at[-1] >= 0.999 * budget
-                    }
-                    for budget in self.budgets
-                }
+                values = {budget: self._values_at(curve, budget) for budget in self.budgets}
                 yield self._budgets_of(curve.label, kind, values)
+
+    def _values_at(self, curve: AnytimeCurve, budget: float) -> dict[Any, float | None]:
+        """By seed, the value at a budget; seeds that were not trained that far are left out."""
+        curves = self.runs[curve.run].curves(curve.series, self.metric, self.axis)
+        return {
+            seed: each.value_at(budget)
+            for seed, each in curves.items()
+            if each.at[-1] >= 0.999 * budget
+        }
 
     def _budgets_of(
         self, label: str, kind: Kind, values: Mapping[float, Mapping[Any, float | None]]
@@ -375,27 +375,25 @@ class _Model:
         """
         if self.main is None:
             return None
-        sign = 1.0 if self.metric.better == "lower" else -1.0
-        for point in sorted(self.annealed, key=lambda p: (-p.budget, sign * p.raw.mean)):
+        for point in sorted(self.annealed, key=lambda p: (-p.budget, self._best_first(p))):
             for found in self._equal(point, self.main, "annealed"):
                 return found
         return None
+
+    def _best_first(self, point: AnnealedRun) -> float:
+        """Sorts annealed runs, the best first."""
+        return -self.metric.lead(point.raw.mean, 0.0)
 
     def leads(self) -> Iterable[Lead]:
         """At each budget that the main average has a value for."""
         if self.main is None:
             return
-        curves = self.runs[self.main.run].curves(self.main.series, self.metric, self.axis)
-        sign = 1.0 if self.metric.better == "lower" else -1.0
         for budget in self.budgets:
-            here = [p for p in self.annealed if p.budget == budget]
-            best = min(here, key=lambda point: sign * point.raw.mean)
+            best = min((p for p in self.annealed if p.budget == budget), key=self._best_first)
             leads = [
-                sign * (best.by_seed[seed] - value)
-                for seed, curve in curves.items()
-                if seed in best.by_seed
-                and curve.at[-1] >= 0.999 * budget
-                and (value := curve.value_at(budget)) is not None
+                self.metric.lead(value, best.by_seed[seed])
+                for seed, value in self._values_at(self.main, budget).items()
+                if seed in best.by_seed and value is not None
             ]
             if leads:
                 yield Lead(
