@@ -399,7 +399,7 @@ class _Model:
                 yield Lead(
                     budget=budget,
                     annealed=best.label,
-                    lead=statistics.fmean(leads),
+                    lead=round(statistics.fmean(leads), 12),  # else equal means differ by 1e-17
                     num_ahead=sum(lead > 0 for lead in leads),
                     num_behind=sum(lead < 0 for lead in leads),
                     num_seeds=len(leads),
