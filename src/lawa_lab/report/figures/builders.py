@@ -1,7 +1,7 @@
 """The table of figures: one entry per figure, with its heading, its caption and what it draws.
 
-A function decorated with `figure` is all that a new figure needs. The files, the page, the list in
-`lawa report --help` and the order on the page follow from the table.
+A function decorated with `register_figure` is all that a new figure needs. The files, the page, the
+list in `lawa report --help` and the order on the page follow from the table.
 """
 
 import itertools
