@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from lawa_lab.report.curves import Axis, Metric
 from lawa_lab.report.forecast import Forecast
 from lawa_lab.report.frontier import EqualQuality, Frontier, Lead
+from lawa_lab.report.savings import Amount
 from lawa_lab.report.words import (
     plain,
     say_count,
@@ -16,7 +17,7 @@ from lawa_lab.report.words import (
     say_value,
 )
 
-__all__ = ["DEFINITIONS", "forecast", "headline", "leads", "notes", "reached"]
+__all__ = ["DEFINITIONS", "forecast", "headline", "leads", "less_training", "notes", "reached"]
 
 DEFINITIONS = (
     "The frontier compares results, not curves inside one run. The result of an annealed run is "
@@ -68,10 +69,15 @@ def _at_quality(metric: Metric, row: EqualQuality, axis: Axis) -> str:
             f"has {target} after {after} in {row.saving.num_both} of {seeds}, and does not reach "
             f"it {within} in the other{'s'[: row.saving.num_seeds - row.saving.num_both != 1]}."
         )
+    spread = f" ({say_range(amount.averaged_at)} by seed)" if amount.saved.sd else ""
+    return f"has {target} after {after}{spread}: {less_training(amount)}{_cheaper(row, axis)}."
+
+
+def less_training(amount: Amount) -> str:
+    """Such as "38% less training", "2% more training" or "no less training"."""
     percent = round(amount.percent or 0.0)
     less = f"{abs(percent)}% {'less' if percent > 0 else 'more'}" if percent else "no less"
-    spread = f" ({say_range(amount.averaged_at)} by seed)" if amount.saved.sd else ""
-    return f"has {target} after {after}{spread}: {less} training{_cheaper(row, axis)}."
+    return f"{less} training"
 
 
 def _cheaper(row: EqualQuality, axis: Axis) -> str:

@@ -223,16 +223,15 @@ def _arrow(frontier: Frontier) -> Arrow | None:
     amount = None if found is None else found.saving.on(frontier.axis)
     if found is None or amount is None or found.saving.target is None:
         return None
-    if found.saving.num_both < found.saving.num_seeds or not amount.percent:
+    if found.saving.num_both < found.saving.num_seeds or not round(amount.percent or 0.0):
         return None
-    word = "less" if amount.percent > 0 else "more"
     begin, end = say_number(found.budget), say_number(amount.averaged_at.mean)
     return Arrow(
         begin=found.budget,
         end=amount.averaged_at.mean,
         value=found.saving.target,
         ticks=(),
-        text=f"{abs(amount.percent):.0f}% {word} training\n({end} for {begin} {frontier.axis}s)",
+        text=f"{frontier_words.less_training(amount)}\n({end} for {begin} {frontier.axis}s)",
     )
 
 

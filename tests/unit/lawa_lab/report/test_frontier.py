@@ -17,7 +17,7 @@ from lawa_lab.report.curves import Metric
 from lawa_lab.report.figures import drawings
 from lawa_lab.report.figures.axes import Line
 from lawa_lab.report.figures.files import draw
-from lawa_lab.report.figures.frontier import _free_spot
+from lawa_lab.report.figures.frontier import _arrow, _free_spot
 from lawa_lab.report.figures.scene import Scene
 from lawa_lab.report.figures.style import Style
 from lawa_lab.report.frontier import Frontier
@@ -190,10 +190,15 @@ def test_a_shorter_annealed_run_that_is_as_good_is_named(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("percent", "said"), [(38.4, ": 38% less"), (-0.4, ": no less"), (-2.0, ": 2% more")]
+    ("percent", "said", "drawn"),
+    [
+        (38.4, ": 38% less", ": 38% less"),
+        (-0.4, ": no less", None),
+        (-2.0, ": 2% more", ": 2% more"),
+    ],
 )
 def test_the_headline_says_what_is_saved_as_a_person_would(
-    tmp_path: Path, percent: float, said: str
+    tmp_path: Path, percent: float, said: str, drawn: str | None
 ) -> None:
     rows = [row for row in frontier_rows(budgets=(4, 8, 32)) if not row["land"]]
     frontier = frontier_in(report_on(tmp_path, rows))
@@ -205,6 +210,8 @@ def test_the_headline_says_what_is_saved_as_a_person_would(
     changed = dataclasses.replace(frontier, headline=row)
     found = frontier_words.headline("toy", Metric("test_loss", "lower"), changed)
     assert f"{said} training" in found
+    arrow = _arrow(changed)
+    assert (None if arrow is None else f": {arrow.text.partition(' training')[0]}") == drawn
 
 
 def test_averages_forecast_the_landings_that_start_there(frontier: Frontier) -> None:
