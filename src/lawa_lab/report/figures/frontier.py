@@ -25,7 +25,8 @@ _DASHES: tuple[Dashes, ...] = ("--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1)))
 _QUIET, _FAINT = "#7d8791", "#aab3bb"
 _WIDE = 4.0  # budgets that span more than this factor have a logarithmic axis
 _FEW = 1  # with more other methods, their names are in the legend, not beside their curves
-_TEXT = (0.45, 0.2)  # width and height of the arrow's text, as fractions of the axes
+# Of the arrow's text, as fractions of the axes: width and height, and where its right edge may be.
+_TEXT, _RIGHT = (0.62, 0.2), (0.97, 0.8, 0.64)
 
 
 def _say(scene: Scene, run: Run) -> str:
@@ -197,7 +198,7 @@ def _free_spot(lines: Sequence[Line], x: _Scale, y: _Scale) -> tuple[float, floa
         bottom = spot[1] if spot[1] < 0.5 else spot[1] - _TEXT[1]
         return sum(left < a < spot[0] and bottom < b < bottom + _TEXT[1] for a, b in drawn)
 
-    return min(((a, b) for b in (0.04, 0.97) for a in (0.97, 0.73, 0.5)), key=covered)
+    return min(((a, b) for b in (0.04, 0.97) for a in _RIGHT), key=covered)
 
 
 def _sampled(line: Line) -> Iterator[tuple[float, float]]:

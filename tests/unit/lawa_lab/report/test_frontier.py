@@ -15,9 +15,9 @@ from lawa_lab.cli.report_tables import show_report
 from lawa_lab.report import frontier_words
 from lawa_lab.report.curves import Metric
 from lawa_lab.report.figures import drawings
-from lawa_lab.report.figures.axes import Line
+from lawa_lab.report.figures.axes import Line, matplotlib
 from lawa_lab.report.figures.files import draw
-from lawa_lab.report.figures.frontier import _arrow, _free_spot
+from lawa_lab.report.figures.frontier import _RIGHT, _arrow, _free_spot
 from lawa_lab.report.figures.scene import Scene
 from lawa_lab.report.figures.style import Style
 from lawa_lab.report.frontier import Frontier
@@ -419,8 +419,20 @@ def test_the_text_of_the_arrow_covers_no_line() -> None:
     falling, low = line((0.0, 1.0), (1.0, 0.0)), line((0.0, 0.1), (1.0, 0.1))
     assert _free_spot([low], unit, unit)[1] > 0.5
     assert _free_spot([line((0.0, 0.9), (1.0, 0.9))], unit, unit)[1] < 0.5
-    assert _free_spot([falling], unit, unit) == (0.73, 0.04)
+    assert _free_spot([falling], unit, unit) == (_RIGHT[1], 0.04)
     assert _free_spot([falling, low], unit, unit) == (0.97, 0.97)
+
+
+def test_the_text_of_the_arrow_stays_inside_the_axes(tmp_path: Path) -> None:
+    rows = [row for row in frontier_rows(budgets=(4, 8, 48)) if not row["land"]]
+    runs = runs_of(tmp_path, rows)
+    drawing = drawings(Scene(summarise(runs).recipes[0], runs))[0]
+    moved = [dataclasses.replace(panel, text_at=(min(_RIGHT), 0.04)) for panel in drawing.panels]
+    figure = draw(dataclasses.replace(drawing, panels=tuple(moved)))
+    matplotlib("backends.backend_agg").FigureCanvasAgg(figure).draw()
+    for axes in figure.axes:
+        (text,) = (text for text in axes.texts if "less training" in text.get_text())
+        assert text.get_window_extent().x0 >= axes.get_window_extent().x0
 
 
 def test_budgets_that_are_close_have_a_linear_axis(tmp_path: Path) -> None:
