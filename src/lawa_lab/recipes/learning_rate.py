@@ -1,7 +1,7 @@
 """The learning rate of each step: a warm-up, then constant, cosine or linear, or a landing.
 
-A *landing* is a decay at the end of a constant-rate run. With 20 % of the steps it is the
-warmup-stable-decay schedule; an average needs 10 % or none.
+A *landing* is a decay at the end of a constant-rate run. With 20 % of the steps it is the usual
+warmup-stable-decay schedule.
 """
 
 import math

@@ -142,6 +142,11 @@ def train(
     The `branches` are landings of this constant-rate run: each is trained when the run reaches the
     step where its rate begins to fall, and ends with the bits that a run of its own would have.
     """
+    if branches and parallel == "fsdp":  # now, not when the first of them is due
+        raise ConfigError(
+            "--parallel fsdp: landings cannot branch off a sharded run. Train with ddp, or every "
+            "landing as a run of its own: --land with --epochs instead of --budgets."
+        )
     with (
         process_group(worker, always=parallel == "fsdp"),
         deterministic(plan.num_threads),

@@ -52,6 +52,10 @@ class Metric:
         """Whether `value` is strictly better than `other`."""
         return value < other if self.better == "lower" else value > other
 
+    def lead(self, value: float, other: float) -> float:
+        """By how much `value` is better than `other`; negative if it is worse."""
+        return other - value if self.better == "lower" else value - other
+
     def best(self, values: Iterable[float | None]) -> float | None:
         """The best of the values that are not missing."""
         there = [value for value in values if value is not None]

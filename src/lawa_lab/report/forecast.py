@@ -83,7 +83,8 @@ def _trunks(
     """The first average of each constant-rate run that a landing may have started from."""
     first: dict[str, AnytimeCurve] = {}
     for curve in curves:
-        same = run.kind.startswith(by_name[curve.run].kind) and curve.peak == point.peak
+        kind = run.kind.partition(", landing ")[0]  # not a prefix: "adam" is one of "adamw"
+        same = kind == by_name[curve.run].kind and curve.peak == point.peak
         if same and curve.series.averaged:
             first.setdefault(curve.run, curve)
     return list(first.values())

@@ -71,7 +71,7 @@ class AnytimeCurve:
     high: tuple[float, ...]
     num_seeds: int
     best_peak: bool = False
-    main: bool = False  # the first average of the first constant-rate run
+    main: bool = False  # the first average of the first constant-rate run, with its best peak
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +92,7 @@ class Lead:
     annealed: str
     lead: float  # mean over the seeds that both have; negative: behind
     num_ahead: int
+    num_behind: int  # with num_ahead less than all seeds, if the two are equal in some
     num_seeds: int
 
 
@@ -314,7 +315,7 @@ class _Model:
         return tuple(found)
 
     def equal_budget(self) -> Iterable[EqualBudget]:
-        """Annealed runs by their schedule, then their averages, then anytime curves."""
+        """Annealed runs by their schedule with their averages, then curves, the main one first."""
         labels = dict.fromkeys(point.label for point in self.annealed)
         for label in labels:
             own = {p.budget: p for p in self.annealed if p.label == label and p.best_peak}
@@ -323,20 +324,20 @@ class _Model:
             averages = {b: self._average_ends(point) for b, point in own.items()}
             if any(averages.values()):
                 yield self._budgets_of(f"{label}, its average", "annealed average", averages)
-        for curve in self.curves:
+        for curve in sorted(self.curves, key=lambda c: not c.main):
             if curve.best_peak:
-                run = self.runs[curve.run]
-                curves = run.curves(curve.series, self.metric, self.axis)
                 kind: Kind = "anytime" if curve.series.averaged else "raw"
-                values = {
-                    budget: {
-                        seed: each.value_at(budget)
-                        for seed, each in curves.items()
-                        if each.at[-1] >= 0.999 * budget
-                    }
-                    for budget in self.budgets
-                }
+                values = {budget: self._values_at(curve, budget) for budget in self.budgets}
                 yield self._budgets_of(curve.label, kind, values)
+
+    def _values_at(self, curve: AnytimeCurve, budget: float) -> dict[Any, float | None]:
+        """By seed, the value at a budget; seeds that were not trained that far are left out."""
+        curves = self.runs[curve.run].curves(curve.series, self.metric, self.axis)
+        return {
+            seed: each.value_at(budget)
+            for seed, each in curves.items()
+            if each.at[-1] >= 0.999 * budget
+        }
 
     def _budgets_of(
         self, label: str, kind: Kind, values: Mapping[float, Mapping[Any, float | None]]
@@ -374,34 +375,33 @@ class _Model:
         """
         if self.main is None:
             return None
-        sign = 1.0 if self.metric.better == "lower" else -1.0
-        for point in sorted(self.annealed, key=lambda p: (-p.budget, sign * p.raw.mean)):
+        for point in sorted(self.annealed, key=lambda p: (-p.budget, self._best_first(p))):
             for found in self._equal(point, self.main, "annealed"):
                 return found
         return None
+
+    def _best_first(self, point: AnnealedRun) -> float:
+        """Sorts annealed runs, the best first."""
+        return -self.metric.lead(point.raw.mean, 0.0)
 
     def leads(self) -> Iterable[Lead]:
         """At each budget that the main average has a value for."""
         if self.main is None:
             return
-        curves = self.runs[self.main.run].curves(self.main.series, self.metric, self.axis)
-        sign = 1.0 if self.metric.better == "lower" else -1.0
         for budget in self.budgets:
-            here = [p for p in self.annealed if p.budget == budget]
-            best = min(here, key=lambda point: sign * point.raw.mean)
+            best = min((p for p in self.annealed if p.budget == budget), key=self._best_first)
             leads = [
-                sign * (best.by_seed[seed] - value)
-                for seed, curve in curves.items()
-                if seed in best.by_seed
-                and curve.at[-1] >= 0.999 * budget
-                and (value := curve.value_at(budget)) is not None
+                self.metric.lead(value, best.by_seed[seed])
+                for seed, value in self._values_at(self.main, budget).items()
+                if seed in best.by_seed and value is not None
             ]
             if leads:
                 yield Lead(
                     budget=budget,
                     annealed=best.label,
-                    lead=statistics.fmean(leads),
+                    lead=round(statistics.fmean(leads), 12),  # else equal means differ by 1e-17
                     num_ahead=sum(lead > 0 for lead in leads),
+                    num_behind=sum(lead < 0 for lead in leads),
                     num_seeds=len(leads),
                 )
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from lawa_lab.report.curves import Axis, Metric
 from lawa_lab.report.forecast import Forecast
 from lawa_lab.report.frontier import EqualQuality, Frontier, Lead
+from lawa_lab.report.savings import Amount
 from lawa_lab.report.words import (
     plain,
     say_count,
@@ -16,7 +17,7 @@ from lawa_lab.report.words import (
     say_value,
 )
 
-__all__ = ["DEFINITIONS", "forecast", "headline", "leads", "notes", "reached"]
+__all__ = ["DEFINITIONS", "forecast", "headline", "leads", "less_training", "notes", "reached"]
 
 DEFINITIONS = (
     "The frontier compares results, not curves inside one run. The result of an annealed run is "
@@ -68,10 +69,15 @@ def _at_quality(metric: Metric, row: EqualQuality, axis: Axis) -> str:
             f"has {target} after {after} in {row.saving.num_both} of {seeds}, and does not reach "
             f"it {within} in the other{'s'[: row.saving.num_seeds - row.saving.num_both != 1]}."
         )
+    spread = f" ({say_range(amount.averaged_at)} by seed)" if amount.saved.sd else ""
+    return f"has {target} after {after}{spread}: {less_training(amount)}{_cheaper(row, axis)}."
+
+
+def less_training(amount: Amount) -> str:
+    """Such as "38% less training", "2% more training" or "no less training"."""
     percent = round(amount.percent or 0.0)
     less = f"{abs(percent)}% {'less' if percent > 0 else 'more'}" if percent else "no less"
-    spread = f" ({say_range(amount.averaged_at)} by seed)" if amount.saved.sd else ""
-    return f"has {target} after {after}{spread}: {less} training{_cheaper(row, axis)}."
+    return f"{less} training"
 
 
 def _cheaper(row: EqualQuality, axis: Axis) -> str:
@@ -83,15 +89,16 @@ def _cheaper(row: EqualQuality, axis: Axis) -> str:
 
 def leads(metric: Metric, frontier: Frontier) -> str:
     """Where the average is ahead of and behind the best annealed run of the same length."""
-    ahead = [lead for lead in frontier.leads if lead.lead > 0]
-    behind = [lead for lead in frontier.leads if lead.lead <= 0]
-    parts = []
-    if ahead:
-        parts.append(f"ahead of the best annealed run at {_places(metric, ahead, frontier.axis)}")
-    if behind:
-        parts.append(f"behind it at {_places(metric, behind, frontier.axis)}")
-        if not ahead:
-            parts[0] = parts[0].replace("behind it", "behind the best annealed run")
+    groups = {
+        "ahead of": [lead for lead in frontier.leads if lead.lead > 0],
+        "behind": [lead for lead in frontier.leads if lead.lead < 0],
+        "level with": [lead for lead in frontier.leads if lead.lead == 0],
+    }
+    parts: list[str] = []
+    for where, found in groups.items():
+        if found:
+            rival = "it" if parts else "the best annealed run"
+            parts.append(f"{where} {rival} at {_places(metric, found, frontier.axis)}")
     return f"At equal budget the average is {', and '.join(parts)}." if parts else ""
 
 
@@ -99,11 +106,11 @@ def _places(metric: Metric, found: Sequence[Lead], axis: Axis) -> str:
     """Such as "6 (by 0.012, 3 of 3 seeds) and 12 epochs (by 0.004, 2 of 3 seeds)"."""
     texts = []
     for lead in found:
-        count = lead.num_ahead if lead.lead > 0 else lead.num_seeds - lead.num_ahead
+        count = lead.num_ahead if lead.lead > 0 else lead.num_behind
         seeds = f", {count} of {lead.num_seeds} seeds" if lead.num_seeds > 1 else ""
-        by = f"(by {say_difference(metric, abs(lead.lead))}{seeds})"
+        by = f" (by {say_difference(metric, abs(lead.lead))}{seeds})" if lead.lead else ""
         last = lead is found[-1]
-        texts.append(f"{say_count(lead.budget, axis) if last else say_number(lead.budget)} {by}")
+        texts.append(f"{say_count(lead.budget, axis) if last else say_number(lead.budget)}{by}")
     *first, final = texts
     return f"{', '.join(first)} and {final}" if first else final
 

@@ -1,9 +1,8 @@
 """Rows of metrics, grouped into runs and series. Pure Python.
 
 A *run* is one recipe with one optimizer, schedule, length and peak rate, with all its seeds, from
-any number of files. A *series*
-is what was evaluated in it: the raw weights, or one average (method, window, coefficients), each
-with one treatment of the BatchNorm statistics.
+any number of files. A *series* is what was evaluated in it: the raw weights, or one average
+(method, window, coefficients), each with one treatment of the BatchNorm statistics.
 """
 
 import re

@@ -313,10 +313,8 @@ class Comparison:
 
     def _deficit(self, pairs: list[tuple[float | None, float]]) -> float | None:
         """How much worse the average is, as a mean over seeds; None if a value is not finite."""
-        sign = 1.0 if self.metric.better == "lower" else -1.0
-        if any(value is None for value, _ in pairs):
-            return None
-        return statistics.fmean(sign * (value - raw) for value, raw in pairs if value is not None)
+        behind = [self.metric.lead(raw, value) for value, raw in pairs if value is not None]
+        return statistics.fmean(behind) if len(behind) == len(pairs) else None
 
     def _by_seed(
         self, targets: Mapping[Any, float | None], axis: Axis | None = None

@@ -256,11 +256,11 @@ def _recipe(recipe: str, runs: list[Run], name: str | None, k: int | None) -> Re
 
 
 def _inside(runs: list[Run], frontier: Frontier | None) -> list[Run]:
-    """The runs whose averages are compared with raw weights, beside which there is no frontier.
+    """The runs inside which averages are compared with raw weights: all, if there is no frontier.
 
-    With a frontier, runs are compared there. Inside one run, averages are shown for constant-rate
-    runs and for the longest annealed run of each schedule, with the best peak rate of each;
-    landings are too short for that.
+    With a frontier, runs are compared with each other there. Those that are left are constant-rate
+    runs and the longest annealed run of each schedule, with the best peak rate of each; landings
+    are too short.
     """
     if frontier is None:
         return runs

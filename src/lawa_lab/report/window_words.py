@@ -90,8 +90,12 @@ def say_list(names: Sequence[str]) -> str:
 
     >>> say_list(["k = 4"]), say_list(["k = 4", "k = 8"]), say_list(["a", "b", "c"])
     ('k = 4', 'k = 4 and k = 8', 'a, b and c')
+    >>> say_list(["ema, 0.9", "swa, 400", "chosen"])
+    'ema, 0.9; swa, 400; and chosen'
     """
     *others, last = names
+    if any("," in name for name in names) and len(names) > 2:
+        return f"{'; '.join(others)}; and {last}"
     return f"{', '.join(others)} and {last}" if others else last
 
 

@@ -213,25 +213,35 @@ def finding(recipe: str, metric: Metric, row: "MainRow") -> str:
         )
     if row.unmatched is None:
         return f"{begin} was never ahead of {baseline} in {plain(metric.name)}: no saving."
+    num_seeds = row.final.num_seeds
+    seeds = f" (in {row.unmatched.num_seeds} of {num_seeds} seeds)" if num_seeds > 1 else ""
     return (
         f"{begin} reached a better {plain(metric.name)} than {baseline} ever did, for the first "
-        f"time at {axis} {say_number(row.unmatched.averaged_from.mean)} (in "
-        f"{row.unmatched.num_seeds} of {say_seeds(row.final.num_seeds)})."
+        f"time at {axis} {say_number(row.unmatched.averaged_from.mean)}{seeds}."
     )
 
 
 def caveat(row: "MainRow") -> str:
     """How optimistic the headline is: the saving at a value that was not chosen for it."""
-    final = f"at the raw weights' own final value, {_at(row.final, row.axis)}"
+
+    def at(saving: Saving) -> str:
+        return f"at the raw weights' own {saving.what} value, {_at(saving, row.axis)}"
+
     longest = None if row.headline is None else row.headline.on(row.axis)
     if longest is None:
-        return f"{final[0].upper()}{final[1:]}."
-    own = [a.saved.mean for each in (row.final, row.best) if (a := each.on(row.axis))]
-    if max(own, default=0.0) <= longest.saved.mean:
-        return f"This target has the largest saving, so the number is optimistic: {final}."
+        return f"A{at(row.final)[1:]}."
+    more = [
+        saving
+        for saving in (row.final, row.best)
+        if saving.num_both == saving.num_seeds  # else the mean is that of other seeds
+        and (amount := saving.on(row.axis)) is not None
+        and amount.saved.mean > longest.saved.mean
+    ]
+    if not more:
+        return f"This target has the largest saving, so the number is optimistic: {at(row.final)}."
     return (
         "Only values that the average itself had are candidates for this target, and at others "
-        f"more was saved: {final}."
+        f"more was saved: {at(more[0])}."
     )
 
 
@@ -312,12 +322,12 @@ def seen_at_targets(metric: Metric, row: "MainRow") -> str:
         return ""
     best_target, best = max(known, key=lambda pair: pair[1])
     hardest, last = known[-1]
-    text = (
-        f"The mean saving is largest, {say_count(best, row.axis)}, at "
-        f"{say_value(metric, best_target)}; at {say_value(metric, hardest)}, the hardest value "
-        f"that both reached in {num_seeds} of {say_seeds(row.final.num_seeds)}, it is "
-        f"{say_count(last, row.axis)}."
-    )
+    seeds = f" in {num_seeds} of {row.final.num_seeds} seeds" if row.final.num_seeds > 1 else ""
+    text = f"The mean saving is largest, {say_count(best, row.axis)}, at "
+    if hardest != best_target:
+        text += f"{say_value(metric, best_target)}; at "
+    text += f"{say_value(metric, hardest)}, the hardest value that both reached{seeds}"
+    text += "." if hardest == best_target else f", it is {say_count(last, row.axis)}."
     amount = None if row.headline is None else row.headline.on(row.axis)
     if amount is not None and best > amount.saved.mean:
         text += " (The headline considers only values that the average had, so it is smaller.)"
@@ -361,7 +371,7 @@ def limits_of(
     said = []
     alone = [str(seed) for seed in {**raw, **own} if seed not in raw or seed not in own]
     if alone:
-        said.append(f"Seed {', '.join(alone)} is left out, because only one of the two has it.")
+        said.append(f"Seeds that only one of the two has are left out: {', '.join(alone)}.")
     pairs = [(raw[seed], curve) for seed, curve in own.items() if seed in raw]
     gaps = [(_interval(a), _interval(b)) for a, b in pairs]
     differ = [(a, b) for a, b in gaps if a is not None and b is not None and a != b]

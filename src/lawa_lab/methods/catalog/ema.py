@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from lawa_lab.methods.registry import Method, register_method
-from torch_lawa.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,8 +22,7 @@ class Ema(Method):
     decay: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.decay < 1:
-            raise ConfigError(f"ema:{self.decay:g}: the decay must be between 0 and 1")
+        self.require(0 < self.decay < 1, "ema:0.999", "the decay must be between 0 and 1")
 
     def build(self, model: "nn.Module") -> "Averager":
         """A running average on the model's device."""

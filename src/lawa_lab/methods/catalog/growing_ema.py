@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from lawa_lab.methods.registry import Method, register_method
-from torch_lawa.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,8 +22,8 @@ class GrowingEma(Method):
     share: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ConfigError(f"growing-ema:{self.share:g}: the share must be above 0, at most 1")
+        valid = 0 < self.share <= 1
+        self.require(valid, "growing-ema:0.1", "the share must be above 0 and at most 1")
 
     def build(self, model: "nn.Module") -> "Averager":
         """A running average on the model's device."""

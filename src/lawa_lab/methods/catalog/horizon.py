@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from lawa_lab.methods.registry import Method, register_method
-from torch_lawa.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,8 +28,8 @@ class HorizonWindow(Method):
 
     def __post_init__(self) -> None:
         self.require(0 < self.share < 1 and self.k >= 1 and self.k == int(self.k), "horizon:0.5:16")
-        if not 0 < self.blend <= 1:
-            raise ConfigError(f"{self}: the weight of the mean must be above 0 and at most 1")
+        why = "the weight of the mean must be above 0 and at most 1"
+        self.require(0 < self.blend <= 1, "horizon:0.5:16:0.5", why)
 
     def build(self, model: "nn.Module") -> "Averager":
         """A window in the model's memory."""

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from lawa_lab.methods.registry import Method, register_method
-from torch_lawa.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,8 +25,8 @@ class Swa(Method):
     start: float
 
     def __post_init__(self) -> None:
-        if self.start < 0 or self.start != int(self.start):
-            raise ConfigError(f"swa:{self.start:g}: START_STEP is a whole number of steps")
+        valid = self.start >= 0 and self.start == int(self.start)
+        self.require(valid, "swa:4000", "START_STEP is a whole number of steps")
 
     def build(self, model: "nn.Module") -> "Averager":
         """A running average on the model's device."""

@@ -2,31 +2,10 @@
 
 1,797 images of 8x8 pixels that come with scikit-learn, so nothing is downloaded; half of them are
 held out, the same half for every seed. Training is standard: SGD with momentum, random shifts of
-one pixel and a little noise, a cosine learning rate as in the paper. A cosine schedule is the
-harder case for averaging: its decay already reduces the noise of the raw weights, which a constant
-rate does not. The rate of 0.2 was chosen for the *raw* weights: their final loss was 0.044, 0.034,
-0.026, 0.027 and 0.027 with rates of 0.02, 0.05, 0.1, 0.2 and 0.4 (savings grow with the rate).
-`benchmarks/digits.py` reproduces these figures; the metrics are in
-`results/2026-11-15-digits-loop`. `lawa demo` trains without shifts, with rates of its own:
-`results/2026-11-16-digits-frontier`.
-
-Mean test loss over seeds 0, 1 and 2, by the source of the BatchNorm statistics:
-
-=====  ============  =================  ======================  ================
-epoch  raw, running  raw, re-estimated  averaged, re-estimated  averaged, copied
-=====  ============  =================  ======================  ================
-6      0.438         0.124              0.115                   1.444
-10     0.263         0.087              0.060                   0.386
-20     0.069         0.045              0.037                   0.100
-30     0.048         0.037              0.030                   0.055
-50     0.027         0.026              0.026                   0.027
-=====  ============  =================  ======================  ================
-
-Re-estimation also helps the raw weights, so both sides get it: averaging then saves at most 4
-epochs (test loss) with seeds 0 to 2, and 6 with seeds 3 to 5 and with seeds 100 to 102. Against
-running statistics it is 12, 14 and 11, part of which is due to re-estimation. Copied statistics
-spoil the average while the learning rate is high: its loss was above the raw loss in 72 of 135
-epochs.
+one pixel and a little noise, a cosine learning rate as in the paper. The rate of 0.2 is one of the
+best for the *raw* weights at the end. `results/2026-11-15-digits-loop` has the measurements, by
+rate and by the source of the BatchNorm statistics; `benchmarks/digits.py` repeats them. `lawa demo`
+trains without shifts, with rates of its own: `results/2026-11-16-digits-frontier`.
 """
 
 import dataclasses

@@ -253,10 +253,10 @@ def _scale(axes: "Axes", panel: Panel) -> None:
             axes.set_xlim(*panel.x_limits)
     elif panel.x_limits is not None:
         axes.set_xlim(*panel.x_limits)
-        if abs(panel.x_limits[1] - panel.x_limits[0]) >= 8:  # epochs are whole
-            axes.xaxis.set_major_locator(
-                ticker.MaxNLocator(8, steps=[1, 2, 2.5, 5, 10], integer=True)
-            )
+        whole = abs(panel.x_limits[1] - panel.x_limits[0]) >= 8  # epochs are whole
+        axes.xaxis.set_major_locator(
+            ticker.MaxNLocator(8 if whole else 5, steps=[1, 2, 2.5, 5, 10], integer=whole)
+        )
     if panel.y_labels:
         axes.set_yticks([-index for index in range(len(panel.y_labels))], panel.y_labels)
         for text in axes.get_yticklabels():

@@ -1,7 +1,7 @@
 """The table of figures: one entry per figure, with its heading, its caption and what it draws.
 
-A function decorated with `figure` is all that a new figure needs. The files, the page, the list in
-`lawa report --help` and the order on the page follow from the table.
+A function decorated with `register_figure` is all that a new figure needs. The files, the page, the
+list in `lawa report --help` and the order on the page follow from the table.
 """
 
 import itertools
@@ -31,6 +31,7 @@ __all__ = ["FIGURES", "FigureKind", "register_figure"]
 Build: TypeAlias = Callable[[Scene, Run], Sequence[Panel]]
 Say: TypeAlias = Callable[[Scene, Run], str]
 Fixed: TypeAlias = Callable[[Series], tuple[object, ...]]
+_MOST_BANDS = 6
 _Step: TypeAlias = tuple[float, float | None, float | None, float | None]
 
 
@@ -140,6 +141,11 @@ def _bare(lines: tuple[Line, ...]) -> tuple[Line, ...]:
     return tuple(replace(line, low=(), high=()) for line in lines)
 
 
+def _readable(lines: tuple[Line, ...]) -> tuple[Line, ...]:
+    """Without the bands of the seeds, if there are so many that they would hide the lines."""
+    return lines if len(lines) <= _MOST_BANDS else _bare(lines)
+
+
 @register_figure(
     "windows",
     "Window length k",
@@ -157,7 +163,6 @@ def _windows(scene: Scene, run: Run) -> list[Panel]:
     if len(averages) < 2:
         return []
     lines = (*_bare(scene.lines(run, scene.raw(run)[:1], metric)), *averages)
-    x_label = scene.x_label(run).replace("mean and range", "mean")
     late = scene.panel(
         metric,
         lines,
@@ -168,8 +173,7 @@ def _windows(scene: Scene, run: Run) -> list[Panel]:
         skip=0.0,
         trim=False,
     )
-    panels = (scene.panel(metric, lines, run, zoom_on=averages), late)
-    return [replace(panel, x_label=x_label) for panel in panels]
+    return [scene.panel(metric, lines, run, zoom_on=averages), late]
 
 
 def _say_methods(scene: Scene, run: Run) -> str:
@@ -190,7 +194,7 @@ def _methods(scene: Scene, run: Run) -> list[Panel]:
         averages = [row.averaged for row in report.own(run.name)]
         if len({series.weights for series in averages}) > 1:
             lines = scene.lines(run, [*scene.raw(run), *averages], report.metric)
-            panels.append(scene.panel(report.metric, lines, run))
+            panels.append(scene.panel(report.metric, _readable(lines), run))
     return panels
 
 
@@ -210,7 +214,8 @@ def _coefficients(scene: Scene, run: Run) -> list[Panel]:
         averages = scene.lines(run, [default, *alike], report.metric)
         if len(averages) > 1:
             raw = scene.lines(run, scene.raw(run)[:1], report.metric)
-            panels.append(scene.panel(report.metric, (*raw, *averages), run, zoom_on=averages))
+            lines = _readable((*raw, *averages))
+            panels.append(scene.panel(report.metric, lines, run, zoom_on=lines[len(raw) :]))
     return panels
 
 
@@ -259,9 +264,7 @@ def _runs(scene: Scene, run: Run) -> list[Panel]:
                 lines.append(scene.line(each, series, report.metric, label))
         there = tuple(line for line in lines if line is not None)
         if len(there) > 1:
-            # The bands of many runs would hide the lines.
-            few = len(scene.runs) <= 3
-            panels.append(scene.panel(report.metric, there if few else _bare(there)))
+            panels.append(scene.panel(report.metric, _readable(there)))
     return panels
 
 
@@ -303,15 +306,19 @@ def _target(scene: Scene, run: Run) -> list[Panel]:
 
 
 def _target_limits(scene: Scene, run: Run, row: MainRow, metric: Metric) -> tuple[float, float]:
-    """From a little easier than where the average began, or the raw weights were early on."""
+    """From a little easier than where the average began, or the raw weights were early on.
+
+    Of several seeds the middle one counts: the best may begin beyond what the others ever reach.
+    """
     ours, theirs = (
         run.curves(series, metric, scene.axis).values() for series in (row.averaged, row.baseline)
     )
     soon = 0.05 * scene.end(run)
-    begins = [curve.values[0] for curve in ours] + [curve.value_at(soon) for curve in theirs]
+    begins = [[curve.values[0] for curve in ours], [curve.value_at(soon) for curve in theirs]]
     hardest = row.curve.target[-1]
-    known = [value for value in begins if value is not None]
-    first = min(known, key=lambda value: abs(value - hardest), default=row.curve.target[0])
+    known = [[value for value in values if value is not None] for values in begins]
+    middle = [statistics.median(values) for values in known if values]
+    first = min(middle, key=lambda value: abs(value - hardest), default=row.curve.target[0])
     if first == hardest:  # it never became better than at its start
         first = row.curve.target[0] if row.curve.target[0] != hardest else 0.9 * hardest - 1e-6
     return first - 0.15 * (hardest - first), hardest + 0.02 * (hardest - first)

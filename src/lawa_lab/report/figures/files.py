@@ -100,8 +100,8 @@ def slug(name: str) -> str:
 
 
 def _height(panel: Panel) -> float:
-    """In inches; a panel with a few named rows needs less than one with a scale."""
-    return min(_HEIGHT, 1.3 + 0.3 * len(panel.y_labels)) if panel.y_labels else _HEIGHT
+    """In inches; a panel with named rows needs room for each name."""
+    return 1.1 + 0.22 * len(panel.y_labels) if panel.y_labels else _HEIGHT
 
 
 def draw(drawing: Drawing) -> "Figure":

@@ -9,7 +9,7 @@ from lawa_lab.report.curves import Metric
 from lawa_lab.report.figures.axes import Arrow, Line, Panel
 from lawa_lab.report.figures.builders import register_figure
 from lawa_lab.report.figures.scene import Scene
-from lawa_lab.report.figures.style import RAW, Dashes, Style
+from lawa_lab.report.figures.style import RAW, Dashes, Style, vary
 from lawa_lab.report.frontier import AnnealedRun, AnytimeCurve, Frontier
 from lawa_lab.report.runs import Run
 from lawa_lab.report.words import plain, say_axis, say_number
@@ -20,14 +20,13 @@ _MAIN = "#0072b2"
 _ANNEALED: tuple[tuple[str, str], ...] = (
     (RAW, "o"), ("#cc79a7", "s"), ("#e69f00", "D"), ("#661100", "^"), ("#888888", "v"),
 )  # fmt: skip
-_OTHERS: tuple[tuple[str, Dashes], ...] = (
-    ("#009e73", "--"), ("#882255", "-."), ("#999933", (0, (1, 1))), ("#332288", (0, (5, 1, 1, 1))),
-    ("#44aa99", "--"), ("#555555", "-."),
-)  # fmt: skip
+_OTHERS = ("#009e73", "#882255", "#999933", "#332288", "#44aa99", "#555555")
+_DASHES: tuple[Dashes, ...] = ("--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1)))
 _QUIET, _FAINT = "#7d8791", "#aab3bb"
 _WIDE = 4.0  # budgets that span more than this factor have a logarithmic axis
 _FEW = 1  # with more other methods, their names are in the legend, not beside their curves
-_TEXT = (0.45, 0.2)  # width and height of the arrow's text, as fractions of the axes
+# Of the arrow's text, as fractions of the axes: width and height, and where its right edge may be.
+_TEXT, _RIGHT = (0.62, 0.2), (0.97, 0.8, 0.64)
 
 
 def _say(scene: Scene, run: Run) -> str:
@@ -137,7 +136,7 @@ def _curves(metric: Metric, frontier: Frontier) -> list[Line]:
     raw = [curve for curve in shown if not curve.series.averaged][:1]
     lines = [_line(curve, Style(colour=_FAINT, width=0.9, layer=1.8)) for curve in raw]
     for index, curve in enumerate(others.values()):
-        colour, dashes = _OTHERS[index % len(_OTHERS)]
+        colour, dashes = vary(index, _OTHERS, _DASHES)
         style = Style(colour=colour, dashes=dashes, width=1.5, layer=3.2)
         lines.append(_line(curve, style, in_legend=len(others) > _FEW))
     lines += [_line(curve, Style(colour=_MAIN, width=2.6, layer=4.0), band=True) for curve in main]
@@ -199,7 +198,7 @@ def _free_spot(lines: Sequence[Line], x: _Scale, y: _Scale) -> tuple[float, floa
         bottom = spot[1] if spot[1] < 0.5 else spot[1] - _TEXT[1]
         return sum(left < a < spot[0] and bottom < b < bottom + _TEXT[1] for a, b in drawn)
 
-    return min(((a, b) for b in (0.04, 0.97) for a in (0.97, 0.73, 0.5)), key=covered)
+    return min(((a, b) for b in (0.04, 0.97) for a in _RIGHT), key=covered)
 
 
 def _sampled(line: Line) -> Iterator[tuple[float, float]]:
@@ -225,16 +224,15 @@ def _arrow(frontier: Frontier) -> Arrow | None:
     amount = None if found is None else found.saving.on(frontier.axis)
     if found is None or amount is None or found.saving.target is None:
         return None
-    if found.saving.num_both < found.saving.num_seeds or not amount.percent:
+    if found.saving.num_both < found.saving.num_seeds or not round(amount.percent or 0.0):
         return None
-    word = "less" if amount.percent > 0 else "more"
     begin, end = say_number(found.budget), say_number(amount.averaged_at.mean)
     return Arrow(
         begin=found.budget,
         end=amount.averaged_at.mean,
         value=found.saving.target,
         ticks=(),
-        text=f"{abs(amount.percent):.0f}% {word} training\n({end} for {begin} {frontier.axis}s)",
+        text=f"{frontier_words.less_training(amount)}\n({end} for {begin} {frontier.axis}s)",
     )
 
 

@@ -95,7 +95,7 @@ class Scene:
         room = 0.02 * (end - begin)
         return Panel(
             title=title or plain(metric.name),
-            x_label=self.x_label(run),
+            x_label=self._x_label(run, lines),
             lines=lines,
             percent=metric.name.endswith("accuracy"),
             log=log,
@@ -105,13 +105,14 @@ class Scene:
             text_at=(0.97, 0.04) if lower else (0.97, 0.97),
         )
 
-    def x_label(self, run: Run | None) -> str:
+    def _x_label(self, run: Run | None, lines: Iterable[Line]) -> str:
         """Such as "epoch (mean and range of 3 seeds)"."""
         counts = {len(each.seeds) for each in ([run] if run else self.runs)}
         if counts == {1}:
             return self.axis
         num_seeds = str(max(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
-        return f"{self.axis} (mean and range of {num_seeds} seeds)"
+        what = "mean and range" if any(line.low for line in lines) else "mean"
+        return f"{self.axis} ({what} of {num_seeds} seeds)"
 
     def arrow(self, run: Run, row: MainRow) -> Arrow | None:
         """The headline of a comparison as an arrow; without one, the value never matched."""

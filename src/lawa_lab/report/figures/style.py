@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from lawa_lab.report.runs import Run, Series
 
-__all__ = ["INK", "PALE", "RAW", "Dashes", "Style", "Styles"]
+__all__ = ["INK", "PALE", "RAW", "Dashes", "Style", "Styles", "vary"]
 
 Dashes: TypeAlias = str | tuple[float, tuple[float, ...]]
 
@@ -39,6 +39,16 @@ class Style:
     dashes: Dashes = "-"
     width: float = 2.2
     layer: float = 3.0
+
+
+def vary(index: int, colours: Sequence[str], dashes: Sequence[Dashes]) -> tuple[str, Dashes]:
+    """The colour and dashes of the index-th of several lines, in pairs that do not repeat soon.
+
+    >>> [vary(index, "rg", ("--", ":", "-.", "-")) for index in (0, 1, 2)]
+    [('r', '--'), ('g', ':'), ('r', '-')]
+    """
+    turn = index + index // len(colours)
+    return colours[index % len(colours)], dashes[turn % len(dashes)]
 
 
 class Styles:
@@ -71,9 +81,8 @@ class Styles:
             return Style(colour=averaged, dashes=dashes, layer=4.0)
         if series.weights != default.weights:
             index = self._methods.index(series.weights)
-            return Style(
-                colour=_WINDOWS[index % len(_WINDOWS)], dashes=_DASHES[index % 2], layer=3.8
-            )
+            colour, dashes = vary(index, _WINDOWS, _DASHES)
+            return Style(colour=colour, dashes=dashes, layer=3.8)
         if series.k == default.k:
             if series.coefficients == default.coefficients:
                 return Style(colour=_SKY, dashes=_COPIED, layer=3.4)
@@ -81,17 +90,12 @@ class Styles:
             index = [kind for kind in kinds if kind != default.coefficients].index(
                 series.coefficients
             )
-            return Style(
-                colour=(_BLACK, _WINDOWS[-1])[index % 2], dashes="-.", width=1.8, layer=4.2
-            )
+            colour, dashes = vary(index, (_BLACK, _WINDOWS[-1]), (*_DASHES[1:], _DASHES[0]))
+            return Style(colour=colour, dashes=dashes, width=1.8, layer=4.2)
         index = self._windows.index(series.k) if series.k in self._windows else 0
         alike = (series.coefficients, series.batch_norm) == (
             default.coefficients,
             default.batch_norm,
         )
-        return Style(
-            colour=_WINDOWS[index % len(_WINDOWS)],
-            dashes=_DASHES[index % len(_DASHES)] if alike else ":",
-            width=1.9,
-            layer=3.2,
-        )
+        colour, dashes = vary(index, _WINDOWS, _DASHES)
+        return Style(colour=colour, dashes=dashes if alike else ":", width=1.9, layer=3.2)

@@ -54,6 +54,13 @@ def train_budgets(plan: RunPlan, budgets: list[float], path: Path, stop_at: int 
         train(own.plan, own.folder, Worker(), branches=own.branches, callback=at)
 
 
+def test_landings_of_a_sharded_run_are_refused_before_it_trains(tmp_path: Path) -> None:
+    [own] = plan_budgets(landing_plan(), [1.5, 3], tmp_path, if_used="resume")
+    with pytest.raises(ConfigError, match="branch off a sharded run"):
+        train(own.plan, own.folder, Worker(), parallel="fsdp", branches=own.branches)
+    assert not own.folder.used
+
+
 @pytest.mark.parametrize("stop", [-1, 10])
 def test_larger_budgets_are_added_to_a_constant_rate_run(stop: int, tmp_path: Path) -> None:
     """Finished or stopped, all rows are those of a run that had every budget from the start."""

@@ -1,5 +1,6 @@
 """What is drawn, read back from the drawn artists."""
 
+import itertools
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -182,6 +183,20 @@ def test_bars_of_one_moment_are_not_drawn_and_few_rows_are_low(drawn: dict[str, 
     assert heights[0] < heights[1] / 2
 
 
+def test_labels_of_an_axis_do_not_overlap(drawn: dict[str, Drawing]) -> None:
+    behind = replace(drawn["behind"].panels[0], y_labels=tuple(f"k = {k}" for k in range(40)))
+    percent = replace(drawn["target"].panels[0], x_limits=(0.965, 0.985))
+    loss = replace(drawn["target"].panels[1], x_limits=(0.0508, 0.049))
+    for panel in (behind, percent, loss):
+        figure = draw_panel(panel)
+        matplotlib("backends.backend_agg").FigureCanvasAgg(figure).draw()
+        (axes,) = figure.axes
+        along = [text.get_window_extent() for text in axes.get_xticklabels() if text.get_text()]
+        across = [text.get_window_extent() for text in axes.get_yticklabels() if text.get_text()]
+        assert not any(a.overlaps(b) for a, b in itertools.combinations(along, 2))
+        assert not any(a.overlaps(b) for a, b in itertools.combinations(across, 2))
+
+
 def test_other_methods_have_a_figure() -> None:
     rows = cifar_rows(epochs=20, seeds=(0,))
     other = [{**row, "weights": "ema", "k": None} for row in rows if row["weights"] == "averaged"]
@@ -191,6 +206,27 @@ def test_other_methods_have_a_figure() -> None:
     labels = [line.label for line in drawing.panels[0].lines]
     assert labels[-2:] == ["average, k = 10", "ema"]
     assert len({line.style for line in drawing.panels[0].lines}) == len(labels)
+
+
+def test_no_two_of_many_methods_or_rules_look_the_same() -> None:
+    rows = cifar_rows(epochs=12, seeds=(0, 1))
+    windows = [row for row in rows if row["weights"] == "averaged"]
+    windows = [row for row in windows if row["coefficients"] == "uniform" and row["k"] == 10]
+    methods = [
+        {**row, "weights": f"method-{number}", "k": None, "coefficients": ""}
+        for row in windows
+        for number in range(12)
+    ]
+    rules = [{**row, "coefficients": f"recency:{n}"} for row in windows for n in range(6)]
+    found = {
+        drawing.kind.name: drawing for drawing in drawings([run_of([*rows, *methods, *rules])])
+    }
+    for name, least in (("methods", 13), ("coefficients", 8)):
+        styles = [(x.style.colour, x.style.dashes) for x in found[name].panels[0].lines]
+        assert len(set(styles)) == len(styles) > least
+        for panel in found[name].panels:  # bands would hide the lines
+            assert not any(line.low for line in panel.lines)
+            assert panel.x_label == "epoch (mean of 2 seeds)"
 
 
 def test_the_curve_of_targets_passes_through_the_headline(
@@ -207,6 +243,22 @@ def test_the_curve_of_targets_passes_through_the_headline(
         v for t, v in zip(panel.lines[0].at, panel.lines[0].mean, strict=True) if t >= point.at
     ]
     assert at_least[0] == point.value
+
+
+def test_the_axis_of_targets_shows_the_headline_although_one_seed_is_far_ahead() -> None:
+    rows = [
+        {"recipe": "r", "run": "a", "seed": seed, "epoch": epoch, "weights": weights, "k": k,
+         "test_loss": (1.0 if seed == 2 else 5.0) + (1.0 if seed == 2 else 10.0) / (epoch + ahead)}
+        for seed in range(3)
+        for epoch in range(1, 21)
+        for weights, k, ahead in (("raw", None, 0), ("averaged", 2, 1))
+    ]  # fmt: skip
+    (drawing,) = (d for d in drawings([run_of(rows)]) if d.kind.name == "target")
+    (panel,) = drawing.panels
+    (point,) = (point for point in panel.points if point.label == "largest saving")
+    assert panel.x_limits is not None
+    easy, hard = panel.x_limits
+    assert easy > point.at > hard
 
 
 def test_the_training_loss_belongs_to_the_raw_weights_alone(drawn: dict[str, Drawing]) -> None:

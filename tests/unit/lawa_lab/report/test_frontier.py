@@ -15,9 +15,9 @@ from lawa_lab.cli.report_tables import show_report
 from lawa_lab.report import frontier_words
 from lawa_lab.report.curves import Metric
 from lawa_lab.report.figures import drawings
-from lawa_lab.report.figures.axes import Line
+from lawa_lab.report.figures.axes import Line, matplotlib
 from lawa_lab.report.figures.files import draw
-from lawa_lab.report.figures.frontier import _free_spot
+from lawa_lab.report.figures.frontier import _RIGHT, _arrow, _free_spot
 from lawa_lab.report.figures.scene import Scene
 from lawa_lab.report.figures.style import Style
 from lawa_lab.report.frontier import Frontier
@@ -98,6 +98,19 @@ def test_quality_at_equal_budget_has_one_row_per_method(frontier: Frontier) -> N
     assert average.by_seed[1] == pytest.approx([1 + 1.01 / b for b in (8, 16, 32)])
 
 
+def test_the_main_average_is_the_first_row_of_its_kind(tmp_path: Path) -> None:
+    """Although the run of another peak, which comes before it, is best for another method."""
+    rows = [row for row in frontier_rows(peaks=(0.1, 0.2)) if not row["land"]]
+    anytime = [row for row in rows if row["run"] != "sgd" and row["weights"] == "averaged"]
+    first = [row for row in anytime if row["peak_learning_rate"] == 0.1]
+    rows += [{**row, "weights": "ema", "k": None, "coefficients": "0.9"} for row in first]
+    for row in first:
+        row["test_loss"] += 0.1
+    found = frontier_in(report_on(tmp_path, rows)).equal_budget
+    labels = [row.label for row in found if row.kind == "anytime"]
+    assert labels == ["average, k = 4", "ema, 0.9"]
+
+
 def test_budget_at_equal_quality_is_counted_from_the_end_of_annealed_runs(
     frontier: Frontier,
 ) -> None:
@@ -141,7 +154,27 @@ def test_the_lead_at_equal_budget_is_over_the_best_annealed_run_there(frontier: 
     ]
     first = frontier.leads[0]
     assert first.lead == pytest.approx(-0.1 / 8 * 1.005)
-    assert (first.num_ahead, first.num_seeds) == (0, 2)
+    assert (first.num_ahead, first.num_behind, first.num_seeds) == (0, 2, 2)
+
+
+def test_a_seed_in_which_both_are_equal_is_neither_ahead_nor_behind(tmp_path: Path) -> None:
+    rows = [row for row in frontier_rows(budgets=(8, 16, 32)) if not row["land"]]
+    ends = {
+        (row["seed"], row["budget_epochs"]): row["test_loss"]
+        for row in rows
+        if row["run"] == "sgd" and row["weights"] == "raw" and row["epoch"] == row["budget_epochs"]
+    }
+    behind = {8: (0.0, 0.25), 16: (0.35, -0.35), 32: (-0.25, 0.0)}  # by seed
+    for row in rows:
+        if row["run"] != "sgd" and row["weights"] == "averaged" and row["epoch"] in behind:
+            loss = ends[row["seed"], row["epoch"]]
+            row["test_loss"] = loss + behind[row["epoch"]][row["seed"]]
+    said = frontier_words.leads(
+        Metric("test_loss", "lower"), frontier_in(report_on(tmp_path, rows))
+    )
+    assert "ahead of the best annealed run at 32 epochs (by 0.12, 1 of 2 seeds)" in said
+    assert "behind it at 8 epochs (by 0.12, 1 of 2 seeds)" in said
+    assert "level with it at 16 epochs." in said
 
 
 def test_a_shorter_annealed_run_that_is_as_good_is_named(tmp_path: Path) -> None:
@@ -157,10 +190,15 @@ def test_a_shorter_annealed_run_that_is_as_good_is_named(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("percent", "said"), [(38.4, ": 38% less"), (-0.4, ": no less"), (-2.0, ": 2% more")]
+    ("percent", "said", "drawn"),
+    [
+        (38.4, ": 38% less", ": 38% less"),
+        (-0.4, ": no less", None),
+        (-2.0, ": 2% more", ": 2% more"),
+    ],
 )
 def test_the_headline_says_what_is_saved_as_a_person_would(
-    tmp_path: Path, percent: float, said: str
+    tmp_path: Path, percent: float, said: str, drawn: str | None
 ) -> None:
     rows = [row for row in frontier_rows(budgets=(4, 8, 32)) if not row["land"]]
     frontier = frontier_in(report_on(tmp_path, rows))
@@ -172,6 +210,8 @@ def test_the_headline_says_what_is_saved_as_a_person_would(
     changed = dataclasses.replace(frontier, headline=row)
     found = frontier_words.headline("toy", Metric("test_loss", "lower"), changed)
     assert f"{said} training" in found
+    arrow = _arrow(changed)
+    assert (None if arrow is None else f": {arrow.text.partition(' training')[0]}") == drawn
 
 
 def test_averages_forecast_the_landings_that_start_there(frontier: Frontier) -> None:
@@ -187,6 +227,16 @@ def test_averages_forecast_the_landings_that_start_there(frontier: Frontier) -> 
     said = frontier_words.forecast(Metric("test_loss", "lower"), forecast)
     assert "where a decay starts, the k = " in said
     assert "(mean of 6 branches; mean absolute error" in said
+
+
+def test_a_landing_starts_from_the_run_of_its_own_optimizer(tmp_path: Path) -> None:
+    rows = [row for row in frontier_rows() if row["schedule"] == "constant"]
+    for row in rows:
+        row["run"] = row["run"].replace("sgd, constant rate", "adamw")
+    trunk = [row for row in rows if not row["land"]]
+    rows += [{**row, "run": "adam", "test_loss": row["test_loss"] + 0.5} for row in trunk]
+    (forecast,) = frontier_in(report_on(tmp_path, rows)).forecasts
+    assert (forecast.average, len(forecast.branches)) == ("adamw, average, k = 4", 6)
 
 
 def test_two_branches_are_too_few_for_a_forecast(tmp_path: Path) -> None:
@@ -344,13 +394,16 @@ def test_the_figure_has_points_curves_direct_labels_and_a_log_axis(tmp_path: Pat
 def test_many_methods_are_named_in_the_legend(tmp_path: Path) -> None:
     """Beside their curves, which end close together, names would be written over each other."""
     rows = frontier_rows(budgets=(4, 8, 32))
-    for name in ("ema", "swa", "dense"):
+    names = ["ema", "swa", "dense", *(f"method-{number}" for number in range(15))]
+    for name in names:
         for row in [row for row in rows if row["weights"] == "averaged" and not row["land"]]:
             if row["schedule"] == "constant":
                 rows.append({**row, "weights": name, "k": None, "coefficients": ""})
     runs = runs_of(tmp_path, rows)
     [accuracy, *_] = drawings(Scene(summarise(runs).recipes[0], runs))[0].panels
-    assert {"ema", "swa", "dense"} <= {line.label for line in accuracy.lines}
+    styles = {x.label: (x.style.colour, x.style.dashes) for x in accuracy.lines if x.label}
+    assert set(names) <= set(styles)
+    assert len(set(styles.values())) == len(styles)
     ends = {line.end_label for line in accuracy.lines}
     assert "average, k = 4" in ends
     assert "ema" not in ends
@@ -366,8 +419,20 @@ def test_the_text_of_the_arrow_covers_no_line() -> None:
     falling, low = line((0.0, 1.0), (1.0, 0.0)), line((0.0, 0.1), (1.0, 0.1))
     assert _free_spot([low], unit, unit)[1] > 0.5
     assert _free_spot([line((0.0, 0.9), (1.0, 0.9))], unit, unit)[1] < 0.5
-    assert _free_spot([falling], unit, unit) == (0.73, 0.04)
+    assert _free_spot([falling], unit, unit) == (_RIGHT[1], 0.04)
     assert _free_spot([falling, low], unit, unit) == (0.97, 0.97)
+
+
+def test_the_text_of_the_arrow_stays_inside_the_axes(tmp_path: Path) -> None:
+    rows = [row for row in frontier_rows(budgets=(4, 8, 48)) if not row["land"]]
+    runs = runs_of(tmp_path, rows)
+    drawing = drawings(Scene(summarise(runs).recipes[0], runs))[0]
+    moved = [dataclasses.replace(panel, text_at=(min(_RIGHT), 0.04)) for panel in drawing.panels]
+    figure = draw(dataclasses.replace(drawing, panels=tuple(moved)))
+    matplotlib("backends.backend_agg").FigureCanvasAgg(figure).draw()
+    for axes in figure.axes:
+        (text,) = (text for text in axes.texts if "less training" in text.get_text())
+        assert text.get_window_extent().x0 >= axes.get_window_extent().x0
 
 
 def test_budgets_that_are_close_have_a_linear_axis(tmp_path: Path) -> None:

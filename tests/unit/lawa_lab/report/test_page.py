@@ -214,6 +214,12 @@ def test_the_same_metrics_give_the_same_page(tmp_path: Path) -> None:
         ((9, 8, 7, 6, 5), (9, 7, 5, 5, 5), "optimistic: at the raw weights' own final value"),
         # 7 is reached an epoch early; the end of the raw run, 5, two epochs: the average had 4.
         ((9, 8, 7, 6, 5), (9, 7, 4, 4, 4), "at others more was saved: at the raw weights' own"),
+        # At their end, 6.5, as much is saved as at 7.5; at their best, 5, an epoch more.
+        (
+            (9, 8, 7, 6, 5, 6.5),
+            (9, 7.5, 4, 4, 4, 4),
+            "more was saved: at the raw weights' own best value, it is 2 epochs",
+        ),
         # The raw weights never matched any value of the average.
         ((9, 9, 9, 9, 9), (8, 8, 8, 8, 8), "At the raw weights' own final value, it is 0 epochs"),
     ],
@@ -228,3 +234,15 @@ def test_a_caveat_says_whether_the_headline_was_chosen(
     )
     metric = summarise([Run("toy", "sgd", rows)]).recipes[0].metrics[0]
     assert said in caveat(metric.main[0])
+
+
+def test_a_saving_of_some_seeds_is_not_said_to_be_more_than_that_of_all() -> None:
+    rows = tuple(
+        {"epoch": e, "seed": seed, "weights": w, "k": k, "loss": loss}
+        for seed, last in ((0, 1), (1, 7))  # of the average, whose second seed stays at 7
+        for w, k, losses in (("raw", None, (9, 8, 7, 6, 5)), ("averaged", 2, (9, 7, last, last)))
+        for e, loss in enumerate(losses, start=1)
+    )
+    metric = summarise([Run("toy", "sgd", rows)]).recipes[0].metrics[0]
+    said = caveat(metric.main[0])
+    assert "optimistic: at the raw weights' own final value, it is 2 epochs in 1 of 2 seeds" in said

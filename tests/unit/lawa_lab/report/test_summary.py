@@ -134,7 +134,7 @@ def test_a_saving_at_the_baseline_s_best_that_is_longer_than_the_longest_is_expl
     [row] = report.main
     assert epochs_saved(row) == [1, 3, 3]  # at 7, which the average had; at 6, which it passed
     said = seen_at_targets(report.metric, row)
-    assert "largest, 3 epochs, at 6.0000" in said
+    assert "largest, 3 epochs, at 6.0000, the hardest value that both reached." in said
     assert "values that the average had" in said
     [row] = report_on(run_of(rows_of([9, 8, 7, 7, 7, 5]) + average)).main
     assert "values that the average had" not in seen_at_targets(report.metric, row)
@@ -269,7 +269,7 @@ def test_limits_are_named_seeds_ends_and_unknown_time() -> None:
     [recipe] = summarise([sgd, other]).recipes
     own, against = recipe.metrics[0].main
     assert "baseline ended at epoch 3, the average at 2" in own.notes[0]
-    assert "Seed 1 is left out" in against.notes[0]
+    assert "left out: 1." in against.notes[0]
     one_seed, time, ends = recipe.notes
     assert one_seed.startswith("sgd: only one seed")
     assert time.startswith("all runs: time and GPU-hours are unknown")
