@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.averager_state import without_newest
+from torch_lawa.batch_norm import layers_with_statistics
 from torch_lawa.coefficients import Blend
 from torch_lawa.errors import ConfigError, LawaError, StateError
 from torch_lawa.masters import masters_of
@@ -152,7 +153,8 @@ class SpikeRescue:
         """Go back to the mean of the good snapshots; returns how many there are.
 
         Without any the weights stay, and only the batch is skipped. Buffers are those of the newest
-        snapshot.
+        snapshot. BatchNorm statistics that are not finite there, or that a broken batch has already
+        spoiled, start anew.
         """
         refuse_masters(model)
         refuse_if_swapped(model, "SpikeRescue.restore was called")
@@ -176,6 +178,8 @@ class SpikeRescue:
             went = "there is no good snapshot yet, so the weights stay as they are"
         high = f"spiked to {self._loss:.4g}" if math.isfinite(self._loss) else "is NaN or Inf"
         self.message = f"the loss {high}; {went}, and the batch is skipped."
+        if _reset_statistics(model):
+            self.message += " BatchNorm statistics were not finite and start anew."
         model.zero_grad()
         if optimizer is not None:
             optimizer.zero_grad(set_to_none=True)
@@ -275,6 +279,22 @@ def rescue_for(option: bool | SpikeRescue, averager: LatestWeightAverager) -> Sp
         return option.watching(averager)
     one_of("rescue_spikes", option, (True, False), " Or give a SpikeRescue(...).")
     return SpikeRescue(averager) if option else None
+
+
+def _reset_statistics(model: nn.Module) -> bool:
+    """Reset BatchNorm statistics that are not finite; whether there were any on this rank.
+
+    The forward pass of a broken batch has written them, and they would be NaN for ever.
+    """
+    broken = [
+        layer
+        for layer in layers_with_statistics(model)
+        if not all(bool(t.isfinite().all()) for t in (layer.running_mean, layer.running_var))
+    ]
+    with ordinary_mode():
+        for layer in broken:
+            layer.reset_running_stats()
+    return bool(broken)
 
 
 def go_to_average(model: nn.Module, averager: LatestWeightAverager, k: int | None = None) -> None:

@@ -1,5 +1,6 @@
 """The window: a store, the layout of its snapshots, and the check that models match it."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -254,9 +255,15 @@ class Window:
         if self.block is None or not self.num_sampled or isinstance(rule, Blend):
             return weights_at(rule, steps)
         if isinstance(rule, StepCoefficients):
-            weights = weights_at(rule, [*steps, self.newest_step])
-            *snapshots, samples = weights.numerators
-            return Weights((*snapshots, samples / self.num_sampled), weights.divisor)
+            newest = self.newest_step
+            assert newest is not None  # there are samples
+            # One snapshot does not tell for how many steps it stands: as many as its samples take.
+            length = (newest - steps[-1]) * self.samples // self.num_sampled
+            before = [max(0, steps[0] - length)] if n == 1 and steps[0] > 0 else []
+            weights = weights_at(rule, [*before, *steps, newest])
+            *snapshots, samples = weights.numerators[len(before) :]
+            divisor = math.fsum((*snapshots, samples))
+            return Weights((*snapshots, samples / self.num_sampled), divisor)
         return self.block.weights(rule.weights(n), self._key)
 
     def mean_into(

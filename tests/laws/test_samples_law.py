@@ -146,6 +146,28 @@ def test_recent_is_an_ema_that_grows_with_the_run(samples: int) -> None:
             assert 0.4 < part < age or step < 300, (step, part)
 
 
+@pytest.mark.parametrize("step", [17, 18, 40, 3046])
+def test_recent_weighs_one_snapshot_and_new_samples_by_their_steps(step: int) -> None:
+    """A single new sample is not half of the average."""
+    averager = LatestWeightAverager(16, horizon=1 / 4, samples=16, coefficients=Recent(0.1))
+    taken: list[int] = []
+    for now in range(1, step + 1):
+        averager.step({"w": torch.tensor([float(now == step)], dtype=torch.float64)})
+        if averager.newest_step == now:
+            taken.append(now)
+    newest = averager.average(k=1)["w"].item()
+    if taken[-1] < step:  # no sample was taken at this step
+        assert newest == 0.0
+        return
+    snapshot = averager.snapshot_steps[-1]
+    samples = [s for s in taken if s > snapshot]
+    begin = taken[-len(samples) - 17] if len(taken) > len(samples) + 16 else 0
+    edge = [(s / step) ** 10 for s in (begin, snapshot, step)]
+    assert samples
+    expected = (edge[2] - edge[1]) / (edge[2] - edge[0]) / len(samples)
+    assert newest == pytest.approx(expected, rel=0.3)
+
+
 def test_a_snapshot_that_could_not_be_stored_loses_no_sample() -> None:
     store, run = Full(), Run(torch.float64)
     averager = averager_of(2, 4, store)

@@ -121,6 +121,32 @@ def test_samples_since_the_newest_snapshot_are_dropped() -> None:
     assert averager.average()["0.weight"][0, 0] == 2.0
 
 
+@pytest.mark.parametrize("snapshots", [0, 3])
+def test_statistics_that_a_broken_batch_has_spoiled_start_anew(snapshots: int) -> None:
+    model, averager = net(), LatestWeightAverager(k=4)
+    rescue = SpikeRescue(averager)
+    for value in range(snapshots):
+        put(model, float(value))
+        averager.collect(model)
+        assert not rescue(model, None, 1.0)
+    model.train()
+    model(torch.full((4, 2), math.nan))  # the forward pass of the broken batch
+    averager.collect(model)  # of which nothing is known yet: its buffers replace those before
+    assert rescue(model, None, math.nan)
+    assert "start anew" in rescue.message
+    statistics = model[1].running_mean, model[1].running_var  # type: ignore[index]
+    assert [t.item() for t in statistics] == [0.0, 1.0]
+    assert weight(model) == (1.0 if snapshots else 0.0)
+    assert model.eval()(torch.ones(4, 2)).isfinite().all()
+
+
+def test_finite_statistics_stay() -> None:
+    model, _, rescue = ready()
+    assert rescue(model, None, math.nan)
+    assert "anew" not in rescue.message
+    assert model[1].running_mean.item() == 30.0  # type: ignore[index]
+
+
 def test_patience_and_k() -> None:
     model, _, rescue = ready(patience=2, k=2)
     put(model, 50.0)
