@@ -21,6 +21,7 @@ from torch_lawa.stores.base import Counters, Snapshot, Store
 from torch_lawa.stores.memory import DeviceStore, HostStore
 from torch_lawa.swag import Draw
 from torch_lawa.swap import ordinary_mode, refuse_if_swapped, swap_targets, swapped
+from torch_lawa.units import counted
 from torch_lawa.validation import check_kind, one_of, whole_number
 from torch_lawa.window import Window
 from torch_lawa.window_mean import Sliding
@@ -477,7 +478,10 @@ class LatestWeightAverager:
 
     def _window_size(self, k: int | None) -> int:
         """How many snapshots to average; raises if there are too few."""
-        return self._window.num_averaged(k, self.num_averaged, self._min_snapshots)
+        none_yet = "call averager.collect(model) first."
+        if self._num_steps:
+            none_yet = f"none was due in {counted(self._num_steps, 'step')}, by {self._schedule}."
+        return self._window.num_averaged(k, self.num_averaged, self._min_snapshots, none_yet)
 
     def _counters(self) -> Counters:
         return {

@@ -289,7 +289,7 @@ def _reset_statistics(model: nn.Module) -> bool:
     broken = [
         layer
         for layer in layers_with_statistics(model)
-        if not all(bool(t.isfinite().all()) for t in (layer.running_mean, layer.running_var))
+        if not all(bool(buffer.isfinite().all()) for buffer in layer.buffers(recurse=False))
     ]
     with ordinary_mode():
         for layer in broken:

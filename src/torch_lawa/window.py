@@ -172,10 +172,10 @@ class Window:
             )
         return label
 
-    def num_averaged(self, k: int | None, usual: int, needed: int) -> int:
+    def num_averaged(self, k: int | None, usual: int, needed: int, none_yet: str) -> int:
         """How many snapshots to average: `k`, or the `usual` number; raises if there are too few.
 
-        The usual number is too small if it is below `needed`.
+        The usual number is too small if it is below `needed`; `none_yet` says why there are none.
         """
         held = len(self.snapshots)
         if k is not None:
@@ -187,7 +187,7 @@ class Window:
                 )
             return k
         if usual < needed:
-            hint = "call averager.collect(model) first."
+            hint = none_yet
             if self.num_sampled and not held:
                 hint = f"the first one has {self.num_sampled} of its {self.samples} samples so far."
             elif held:
@@ -497,6 +497,6 @@ def _check_same(
     for name in (*selection.averaged, *selection.kept):
         if name not in before:
             raise LayoutError(
-                f"tensor {name!r} is new: when the window began, the model did not have it or it "
-                f"was frozen and omitted; {advice}"
+                f"tensor {name!r} is new: when the window began, the model did not have it, it "
+                f"was tied to another one, or it was frozen and omitted; {advice}"
             )

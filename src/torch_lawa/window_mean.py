@@ -164,10 +164,13 @@ class MeanReader:
             self._reported.add(snapshot.index)
             left = self._k - (self._store.snapshots[-1].index - snapshot.index)
             more = f" and {counted(len(bad) - 1, 'more tensor')}" if len(bad) > 1 else ""
+            narrow = any(group.stored == torch.float16 for group in layout.groups)
+            limit = " Values above 65,504 do not fit into float16 storage." if narrow else ""
             warnings.warn(
                 f"the snapshot of step {snapshot.step} has NaN or Inf in {bad[0]!r}{more}; so has "
                 f"the mean until that snapshot leaves the window, after {left} more. Check the run "
-                "for a diverging step; averager.reset() begins a new window at once.",
+                "for a diverging step; averager.reset() begins a new window at once."
+                f"{limit}",
                 NonFiniteWarning,
                 stacklevel=5,
             )

@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch_lawa.cli import main
 from torch_lawa.metrics import read_metrics
 from torch_lawa.offline.engine import Meter, Stopped
-from torch_lawa.offline.sweep import plan_sweep, run_sweep
+from torch_lawa.offline.sweep import plan_sweep, run_sweep, sweep_checkpoints
 
 
 @pytest.fixture
@@ -147,12 +147,24 @@ def test_mistakes(run: Path, lawa: Lawa, args: tuple[str, ...], code: int, messa
     assert not Path("m").exists()
 
 
+def test_an_exception_in_an_evaluator_names_the_window(run: Path) -> None:
+    def fails(state: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        raise KeyError("head")
+
+    with pytest.raises(KeyError, match="head") as caught:
+        sweep_checkpoints(run, [2], evaluator=fails)
+    [note] = caught.value.__notes__
+    assert "raised by the evaluator, for" in note
+    assert "step-200" in note
+
+
 def test_nan_is_spoken_of(run: Path, lawa: Lawa) -> None:
     save_file({"w": torch.full((50, 3), torch.nan), "n": torch.tensor(1)},
               run / "step_300.safetensors")  # fmt: skip
     code, _, complained = lawa("average", "run", "--last", 3, "-o", "m.safetensors")
     assert code == 0
-    assert "the mean of 'w' contains NaN or Inf: a checkpoint does." in complained
+    assert "the mean of 'w' contains NaN or Inf: so does" in complained
+    assert "step_300.safetensors." in complained
 
 
 @pytest.mark.parametrize("kernels", ["", "numpy"])
@@ -167,7 +179,7 @@ def test_a_sum_that_overflows_is_spoken_of(
     code, _, complaint = lawa("average", *files, "-o", "m.safetensors")
     assert code == 0
     assert "the mean of 'w' contains NaN or Inf: the sum" in complaint
-    assert "a checkpoint does" not in complaint
+    assert "so does" not in complaint
     code, shown, _ = lawa("average", *files, "-o", "n.safetensors", "--json")
     assert json.loads(shown)["overflowed"] == ["w"]
 
@@ -185,7 +197,7 @@ def test_values_too_large_for_the_dtype_are_spoken_of(run: Path, lawa: Lawa) -> 
     assert code == 0
     assert "mean of 'w' contains NaN or Inf" in complaint
     assert "too large for F16" in complaint
-    assert "a checkpoint does" not in complaint
+    assert "so does" not in complaint
     assert load_file("m.safetensors")["w"].isinf().all()
     code, _, complaint = lawa("average", *files, "-o", "b.safetensors", "--dtype", "bfloat16")
     assert (code, "NaN" in complaint) == (0, False)

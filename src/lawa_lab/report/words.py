@@ -212,7 +212,7 @@ def finding(recipe: str, metric: Metric, row: "MainRow") -> str:
             f"{say_number(amount.baseline_at.mean)}: {say_amount(amount, axis)} saved."
         )
     if row.unmatched is None:
-        return f"{begin} was never ahead of {baseline} in {plain(metric.name)}: no saving."
+        return f"{begin} reached no {plain(metric.name)} earlier than {baseline}: no saving."
     num_seeds = row.final.num_seeds
     seeds = f" (in {row.unmatched.num_seeds} of {num_seeds} seeds)" if num_seeds > 1 else ""
     return (
@@ -296,7 +296,7 @@ def _late(row: "MainRow") -> list[str]:
     """At which of the baseline's own values the average was later, or never reached it."""
     parts = []
     if row.headline is None and row.unmatched is None:
-        parts.append("never ahead of its raw weights, so there is no saving")
+        parts.append("reached no value earlier than its raw weights, so there is no saving")
     for name, saving in (("final", row.final), ("best", row.best)):
         never = sum(s.averaged_at is None for s in saving.by_seed)
         later = sum(s.saved is not None and s.saved < 0 for s in saving.by_seed)

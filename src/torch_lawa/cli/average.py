@@ -17,7 +17,7 @@ from torch_lawa.cli.options import (
 )
 from torch_lawa.cli.output import echo
 from torch_lawa.garbage import paused_garbage_collection
-from torch_lawa.units import counted, format_bytes
+from torch_lawa.units import counted, few, format_bytes
 
 if TYPE_CHECKING:
     from torch_lawa.checkpoints.find.scores import Mode
@@ -172,7 +172,7 @@ def _not_finite(plan: "AveragePlan", result: "Result") -> str:
     others = f" and {counted(more, 'other tensor')}" if more else ""
     overflowed = [t for t in plan.tensors if t.name in result.overflowed]
     narrow = {t.target.dtype for t in overflowed if t.source.dtype != t.target.dtype}
-    causes = ["a checkpoint does"] if len(overflowed) < len(result.not_finite) else []
+    causes = [f"so does {few(result.not_finite_in)}"] if result.not_finite_in else []
     if narrow:
         causes.append(f"values are too large for {', '.join(sorted(narrow))}")
     if any(t.source.dtype == t.target.dtype for t in overflowed):

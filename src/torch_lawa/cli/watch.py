@@ -8,7 +8,7 @@ import click
 from torch_lawa.cli.options import average_options
 from torch_lawa.cli.output import echo
 from torch_lawa.cli.signals import StopRequest
-from torch_lawa.units import counted, format_bytes
+from torch_lawa.units import counted, few, format_bytes
 
 if TYPE_CHECKING:
     from torch_lawa.offline.options import AverageOptions
@@ -136,5 +136,8 @@ def _lines(averaged: "Averaged") -> list[str]:
     if result.not_finite:
         more = len(result.not_finite) - 1
         others = f" and {counted(more, 'other tensor')}" if more else ""
-        lines.append(f"warning: the mean of {result.not_finite[0]!r}{others} contains NaN or Inf")
+        where = f": so does {few(result.not_finite_in)}" if result.not_finite_in else ""
+        lines.append(
+            f"Warning: the mean of {result.not_finite[0]!r}{others} contains NaN or Inf{where}"
+        )
     return lines

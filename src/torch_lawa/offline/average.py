@@ -57,6 +57,7 @@ class Result:
     not_finite: tuple[str, ...]  # tensors whose mean contains NaN or Inf
     # Those of them that are finite in every input: the sum, or the result's dtype, overflowed.
     overflowed: tuple[str, ...]
+    not_finite_in: tuple[str, ...]  # the checkpoints that contain NaN or Inf, as far as was seen
 
     @classmethod
     def of(
@@ -64,7 +65,7 @@ class Result:
         plan: AveragePlan,
         started: float,
         engine_seconds: float,
-        not_finite: Mapping[str, bool],
+        not_finite: Mapping[str, str],
     ) -> "Result":
         """The result of a plan that was begun when `time.perf_counter` returned `started`."""
         return cls(
@@ -74,7 +75,8 @@ class Result:
             engine_seconds=engine_seconds,
             seconds=time.perf_counter() - started,
             not_finite=tuple(not_finite),
-            overflowed=tuple(name for name, in_input in not_finite.items() if not in_input),
+            overflowed=tuple(name for name, where in not_finite.items() if not where),
+            not_finite_in=tuple(dict.fromkeys(filter(None, not_finite.values()))),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -86,6 +88,7 @@ class Result:
             "engine_seconds": self.engine_seconds,
             "seconds": self.seconds,
             "not_finite": list(self.not_finite),
+            "not_finite_in": list(self.not_finite_in),
             "overflowed": list(self.overflowed),
         }
 

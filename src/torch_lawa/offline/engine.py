@@ -133,10 +133,11 @@ def run(
     threads: int,
     meter: Meter,
     length: int | None = None,
-) -> dict[str, bool]:
+) -> dict[str, str]:
     """Average `spans` of the checkpoints, oldest first, into `sink`.
 
-    Returns the names of tensors whose mean contains NaN or Inf, and whether a checkpoint does.
+    Returns the names of tensors whose mean contains NaN or Inf, each with the first checkpoint that
+    does; "" if none does.
     """
     local = all(c.location.local for c in checkpoints)
     if not local and length is None:
@@ -144,7 +145,7 @@ def run(
     used, used_weights = drop_zeros(checkpoints, weights)
     newest = checkpoints[-1]
     alone = Uniform().weights(1)
-    not_finite: dict[str, bool] = {}
+    not_finite: dict[str, str] = {}
 
     def sources_of(tensor: PlannedTensor) -> tuple[Sequence[Checkpoint], Weights]:
         return (used, used_weights) if tensor.rule == "average" else ([newest], alone)
@@ -175,8 +176,9 @@ def run(
         made = average(piece, tensor, read)
         if not piece.finite and not not_finite.get(tensor.name):
             sources, _ = sources_of(tensor)
-            found = any(not all_finite(read(c), tensor.source.dtype) for c in sources)
-            not_finite[tensor.name] = found or not_finite.get(tensor.name, False)
+            bad = (c for c in sources if not all_finite(read(c), tensor.source.dtype))
+            found = next((str(c.location) for c in bad), "")
+            not_finite[tensor.name] = found or not_finite.get(tensor.name, "")
         sink.write(tensor.name, first * value_width(tensor.target.dtype), made)
 
     def average_small(piece: Pieces, spans: Sequence[Span]) -> None:

@@ -104,7 +104,9 @@ def average_as_rank_0(
         with contextlib.suppress(RankError, OutputError):  # too late for a rank to fail
             ranks.exchange(_PUBLISHED)
     names = sorted({name for report in reports for name in report})
-    not_finite = {name: any(report.get(name) for report in reports) for name in names}
+    not_finite = {
+        name: next((report[name] for report in reports if report.get(name)), "") for name in names
+    }
     return Result.of(plan, started, engine_seconds, not_finite)
 
 

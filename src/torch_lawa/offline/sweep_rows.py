@@ -73,7 +73,11 @@ def evaluate(
     state = load_tensors(path, read_header(path))
     with open_checkpoint(location) as made:
         state.update({name: state[kept] for name, kept in made.aliases.items()})
-    values = evaluator(state)
+    try:
+        values = evaluator(state)
+    except Exception as error:
+        error.add_note(f"This was raised by the evaluator, for {window.name}.")
+        raise
     seconds = time.perf_counter() - began
     if not isinstance(values, Mapping):
         raise ConfigError(

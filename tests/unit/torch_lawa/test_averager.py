@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from torch_lawa import DiskStore, Every, Explicit, Exponential, LatestWeightAverager, OnPlateau
-from torch_lawa.errors import ConfigError, LayoutError, NotReadyError
+from torch_lawa.errors import ConfigError, LayoutError, NonFiniteWarning, NotReadyError
 
 
 def mean_of(states: list[dict[str, torch.Tensor]], name: str) -> torch.Tensor:
@@ -469,6 +469,21 @@ def test_memory_format_is_kept_and_harmless() -> None:
     average = averager.average()
     assert torch.equal(average["0.weight"], mean_of(states, "0.weight"))
     assert average["0.weight"].stride() == model[0].weight.stride()
+
+
+def test_a_schedule_that_was_not_due_yet_is_named() -> None:
+    averager = LatestWeightAverager(k=2, schedule=Every(20))
+    for _ in range(3):
+        averager.step({"w": torch.zeros(1)})
+    with pytest.raises(NotReadyError, match=r"none was due in 3 steps, by Every\(n=20"):
+        averager.average()
+
+
+def test_a_storage_dtype_that_is_too_narrow_is_named() -> None:
+    averager = LatestWeightAverager(k=1, storage_dtype=torch.float16)
+    averager.collect({"w": torch.full((1,), 1e5)})
+    with pytest.warns(NonFiniteWarning, match="65,504"):
+        averager.average()
 
 
 def test_waiting_and_not_waiting_for_a_full_window() -> None:

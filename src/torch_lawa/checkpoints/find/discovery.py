@@ -236,7 +236,7 @@ def select(
         count = f"{len(found)} checkpoints were" if len(found) > 1 else "one checkpoint was"
         raise ConfigError(
             f"--last {last}, but only {count} found ({few(each.label for each in found)}). Use "
-            f"--last {len(found)} or fewer."
+            f"--last {len(found)}{' or fewer' * (len(found) > 1)}."
         )
     if horizon is not None:
         last = num_within(replace(discovery, found=found).numbers, horizon)

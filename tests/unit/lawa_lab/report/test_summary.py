@@ -308,13 +308,19 @@ def test_where_it_lost_is_one_sentence_per_run() -> None:
     [said] = report_on(run_of(rows), k=2).losses
     for part in (
         "k = 2: behind its raw weights in 7 of 8 evaluations, at worst by 2 at epoch 2",
-        "never ahead",
+        "reached no value earlier",
         "their final value later in 1 and never in 1 of 2 seeds",
         "their best value later in 1 and never in 1 of 2 seeds",
     ):
         assert part in said
     rows = rows_of([9, 8, 7]) + rows_of([None, 7, 6], 2)
     assert report_on(run_of(rows)).losses == ("k = 2: never behind its raw weights.",)
+
+
+def test_an_average_of_a_run_that_gets_worse_saves_nothing_but_is_not_behind() -> None:
+    rows = rows_of([2, 3, 4, 5]) + rows_of([None, 2.5, 3.5, 4.5], 2)
+    [said] = report_on(run_of(rows)).losses
+    assert "never behind its raw weights; reached no value earlier" in said
 
 
 def test_other_methods_stand_beside_the_window() -> None:

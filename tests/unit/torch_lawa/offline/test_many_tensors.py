@@ -79,7 +79,9 @@ def test_a_value_that_is_not_finite_is_named(tmp_path: Path) -> None:
         tensors["layer.9"][0] = 1e38
         save_file(tensors, tmp_path / f"step-{step}.safetensors")
     out = tmp_path / "mean.safetensors"
-    assert average_checkpoints(tmp_path, out, last=2).not_finite == ("layer.7",)
+    made = average_checkpoints(tmp_path, out, last=2)
+    assert made.not_finite == ("layer.7",)
+    assert made.not_finite_in == (str(tmp_path / "step-1.safetensors"),)  # the first that does
     assert load_file(out)["layer.8"].tolist() == [1.5] * 4
     narrow = AverageOptions(dtype="float16")
     made = average_checkpoints(tmp_path, out, last=2, options=narrow, overwrite=True)
