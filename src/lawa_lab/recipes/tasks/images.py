@@ -1,7 +1,7 @@
 """Image classification with the whole data set in the memory of the training device."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,6 @@ class Classification(ABC):
         self,
         *,
         num_train: int,
-        num_test: int,
         num_classes: int,
         build: Callable[[], nn.Module],
         seed: int,
@@ -51,7 +50,7 @@ class Classification(ABC):
         self._build, self._seed, self._worker, self._prefix = build, seed, worker, prefix
         self._batch_size = batch_size
         self._num_calibration = min(batch_norm_batches, self.num_batches)
-        self._num_classes, self._num_test = num_classes, num_test
+        self._num_classes = num_classes
         self._calibration: NormalizedBatches | None = None
 
     def build_model(self) -> nn.Module:
@@ -68,18 +67,14 @@ class Classification(ABC):
 
         The model must be in evaluation mode.
         """
-        return score(
-            model,
-            self._test_batches(),
-            self._num_test,
-            self._num_classes,
-            worker=self._worker,
-            prefix=self._prefix,
-        )
+        found: dict[str, float] = {}
+        for prefix, batches in self.evaluated_sets().items():
+            found |= score(model, batches, self._num_classes, worker=self._worker, prefix=prefix)
+        return found
 
     @abstractmethod
-    def _test_batches(self) -> Iterable[ImagesAndLabels]:
-        """This rank's part of the held-out examples."""
+    def evaluated_sets(self) -> Mapping[str, Iterable[ImagesAndLabels]]:
+        """This rank's part of the held-out examples, by the prefix of their metrics."""
 
 
 class ImageTask(Classification):
@@ -102,7 +97,6 @@ class ImageTask(Classification):
         """Evaluates on the test images, and if given on those of the `official` ones as "test"."""
         super().__init__(
             num_train=len(images.train_images),
-            num_test=len(images.test_images),
             num_classes=images.num_classes,
             build=build,
             seed=seed,
@@ -115,10 +109,10 @@ class ImageTask(Classification):
         self._images = images.train_images.to(worker.device)
         self._labels = images.train_labels.to(worker.device)
         self._mean, self._deviation = channel_statistics(self._images)
-        self._test = self._own_test(images)
-        self._official = None if official is None else self._own_test(official)
-        self.metrics += () if official is None else score_names("test", images.num_classes)
-        self._num_official = 0 if official is None else len(official.test_images)
+        self._held_out = {prefix: self._own_test(images)}
+        if official is not None:
+            self._held_out["test"] = self._own_test(official)
+            self.metrics += score_names("test", images.num_classes)
 
     def _own_test(self, images: Images) -> ImagesAndLabels:
         chosen, counted = own_part(len(images.test_images), self._worker)
@@ -126,26 +120,9 @@ class ImageTask(Classification):
         device = self._worker.device
         return images.test_images[chosen].to(device), labels.to(device)
 
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """As for any classification, on the official test images as well if they are given."""
-        values = super().evaluate(model)
-        if self._official is not None:
-            values |= score(
-                model,
-                self._normalized(*self._official),
-                self._num_official,
-                self._num_classes,
-                worker=self._worker,
-                prefix="test",
-            )
-        return values
-
     def evaluated_sets(self) -> dict[str, Iterator[ImagesAndLabels]]:
         """The batches that `evaluate` reads, by the prefix of their metrics."""
-        sets = {self._prefix: self._normalized(*self._test)}
-        if self._official is not None:
-            sets["test"] = self._normalized(*self._official)
-        return sets
+        return {prefix: self._normalized(*own) for prefix, own in self._held_out.items()}
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """An epoch in random order; the last partial batch is dropped."""
@@ -173,9 +150,6 @@ class ImageTask(Classification):
             batches = list(self._augmented(CALIBRATION_EPOCH, indices, whole, rank=0))
             self._calibration = NormalizedBatches(batches, self._mean, self._deviation)
         return self._calibration
-
-    def _test_batches(self) -> Iterable[ImagesAndLabels]:
-        return self._normalized(*self._test)
 
     def _normalized(self, images: Tensor, labels: Tensor) -> Iterator[ImagesAndLabels]:
         size = self._evaluate_batch_size
@@ -214,7 +188,6 @@ def own_part(num_examples: int, worker: Worker) -> tuple[Tensor, Tensor]:
 def score(
     model: nn.Module,
     batches: Iterable[ImagesAndLabels],
-    num_examples: int,
     num_classes: int,
     *,
     worker: Worker,
@@ -224,16 +197,18 @@ def score(
 
     The losses of single examples are float32, their sum is float64. Labels of -100 do not count.
     """
-    sums = torch.zeros(3, dtype=torch.float64, device=worker.device)
+    sums = torch.zeros(4, dtype=torch.float64, device=worker.device)
     with torch.no_grad():
         for images, labels in batches:
             outputs = model(images).float()
             losses = F.cross_entropy(outputs, labels, reduction="none", ignore_index=NOT_COUNTED)
             guesses = outputs.topk(min(5, num_classes), dim=1).indices
-            right = guesses == labels[:, None]
-            sums += torch.stack([losses.double().sum(), right[:, 0].sum(), right.sum()])
-    loss, top1, top5 = (value / num_examples for value in worker.total(sums.tolist()))
-    return dict(zip(score_names(prefix, num_classes), (loss, top1, top5), strict=False))
+            right, counted = guesses == labels[:, None], labels != NOT_COUNTED
+            hits = right[:, 0].sum(), right.sum()
+            sums += torch.stack([losses.double().sum(), *hits, counted.sum()])
+    *totals, num_examples = worker.total(sums.tolist())
+    values = [total / num_examples for total in totals]  # loss, top-1, top-5
+    return dict(zip(score_names(prefix, num_classes), values, strict=False))
 
 
 def score_names(prefix: str, num_classes: int) -> tuple[str, ...]:

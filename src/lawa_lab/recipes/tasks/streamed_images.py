@@ -53,7 +53,6 @@ class StreamedImageTask(Classification):
     ) -> None:
         super().__init__(
             num_train=len(found.train_paths),
-            num_test=len(found.val_paths),
             num_classes=len(found.class_names),
             build=build,
             seed=seed,
@@ -67,7 +66,7 @@ class StreamedImageTask(Classification):
         self._deviation = torch.tensor(_DEVIATION, device=worker.device)
         self._files = TrainingImages(found.train_paths, size, seed=seed)
         self._labels = torch.tensor(found.train_labels)
-        chosen, counted = own_part(self._num_test, worker)
+        chosen, counted = own_part(len(found.val_paths), worker)
         self._test_files = EvaluationImages([found.val_paths[i] for i in chosen.tolist()], size)
         labels = torch.tensor(found.val_labels)[chosen]
         self._test_labels = labels.masked_fill(~counted, NOT_COUNTED)
@@ -123,6 +122,10 @@ class StreamedImageTask(Classification):
             ]
             self._calibration = NormalizedBatches(batches, self._mean, self._deviation)
         return self._calibration
+
+    def evaluated_sets(self) -> dict[str, Iterator[ImagesAndLabels]]:
+        """The held-out images."""
+        return {self._prefix: self._test_batches()}
 
     def _test_batches(self) -> Iterator[ImagesAndLabels]:
         labels = torch.split(self._test_labels, self._evaluate_batch_size)
