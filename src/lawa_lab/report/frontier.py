@@ -169,6 +169,9 @@ class _Model:
         self.runs = {run.name: run for run in runs}
         optimizers = {run.kind.partition(",")[0] for run in runs if run.annealed or run.anytime}
         self._named = len({name for name in optimizers if not name.startswith(_FREE)}) > 1
+        mains = (main_averages(run, metric, k) for run in runs if run.anytime)
+        # Annealed runs without averages are compared with BatchNorm treated like these.
+        self._treated = next((Series(batch_norm=m[0].batch_norm) for m in mains if m), Series())
         self.unfinished: list[str] = []
         self.several_peaks = self.repeated = False
         points = [point for run in runs if run.annealed for point in self._points(run)]
@@ -182,7 +185,7 @@ class _Model:
 
     def _points(self, run: Run) -> list[AnnealedRun]:
         average = next(iter(main_averages(run, self.metric, self.k)), None)
-        raw = baseline_of(run, average or Series(), self.metric, "alike")
+        raw = baseline_of(run, average or self._treated, self.metric, "alike")
         if raw is None:
             return []
         axes = [axis for axis in _AXES if axis in run.axes(raw)]

@@ -88,6 +88,22 @@ def test_annealed_runs_are_points_with_an_envelope_and_averages_are_curves(
     assert [c.label for c in frontier.curves if not c.series.averaged] == ["raw weights"]
 
 
+def test_annealed_runs_without_averages_have_batch_norm_treated_like_the_average(
+    tmp_path: Path,
+) -> None:
+    rows = []
+    for row in frontier_rows():
+        if row["weights"] == "averaged":
+            if row["schedule"] == "constant":
+                rows.append({**row, "batch_norm": "re-estimated"})
+            continue
+        rows.append(row)
+        rows.append({**row, "batch_norm": "re-estimated", "test_loss": row["test_loss"] - 0.05})
+    found = {(p.label, p.budget): p for p in frontier_in(report_on(tmp_path, rows)).annealed}
+    for label, excess in (("cosine", 1.6), ("25% linear decay", 0.9)):
+        assert found[label, 16].raw.mean == pytest.approx(1 + excess / 16 * 1.005 - 0.05)
+
+
 def test_quality_at_equal_budget_has_one_row_per_method(frontier: Frontier) -> None:
     rows = {(row.label, row.kind): row for row in frontier.equal_budget}
     assert {kind for _, kind in rows} == {"annealed", "annealed average", "anytime", "raw"}
