@@ -1,12 +1,13 @@
 """The samples that will make up the next snapshot of a window."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from torch_lawa.coefficients import Weights
+from torch_lawa.coefficients import Coefficients, StepCoefficients, Weights, weights_at
 from torch_lawa.mean.blocks import divide
 
 __all__ = ["Block", "BlockMean", "summed_dtype"]
@@ -95,17 +96,27 @@ class BlockMean:
         count = self.count(key)
         return Block(count, self._facts.step, self.sum()) if count else None
 
-    def weights(self, snapshots: Weights, key: object) -> Weights:
-        """The weights of the snapshots, and last that of the block's sum.
+    def weights(self, rule: Coefficients, steps: Sequence[int], key: object) -> Weights:
+        """The weights of the snapshots taken at `steps`, and last that of the block's sum.
 
+        >>> from torch_lawa.coefficients import Uniform
         >>> block = BlockMean(size=4)
         >>> block.add({"w": torch.zeros(1)}, key=3, step=10)
-        >>> block.weights(Weights((1.0, 1.0), 2.0), key=3)
+        >>> block.weights(Uniform(), [4, 8], key=3)
         Weights(numerators=(4.0, 4.0, 1.0), divisor=9.0)
         """
-        newest = snapshots.numerators[-1]
-        numerators = (*(self.size * weight for weight in snapshots.numerators), newest)
-        return Weights(numerators, self.size * snapshots.divisor + self.count(key) * newest)
+        count, newest = self.count(key), self._facts.step
+        if isinstance(rule, StepCoefficients):
+            # One snapshot does not tell for how many steps it stands: as many as its samples take.
+            length = (newest - steps[-1]) * self.size // count
+            before = [max(0, steps[0] - length)] if len(steps) == 1 and steps[0] > 0 else []
+            weights = weights_at(rule, [*before, *steps, newest])
+            *snapshots, samples = weights.numerators[len(before) :]
+            return Weights((*snapshots, samples / count), math.fsum((*snapshots, samples)))
+        whole = rule.weights(len(steps))
+        last = whole.numerators[-1]  # a sample counts as one of the newest snapshot's
+        numerators = (*(self.size * weight for weight in whole.numerators), last)
+        return Weights(numerators, self.size * whole.divisor + count * last)
 
     def _turned(self, *, divided: bool) -> dict[str, Tensor]:
         facts = self._facts

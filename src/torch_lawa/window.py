@@ -1,6 +1,5 @@
 """The window: a store, the layout of its snapshots, and the check that models match it."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -10,14 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_lawa.block_mean import Block, BlockMean
-from torch_lawa.coefficients import (
-    Blend,
-    Coefficients,
-    StepCoefficients,
-    Uniform,
-    Weights,
-    weights_at,
-)
+from torch_lawa.coefficients import Blend, Coefficients, Uniform, Weights, weights_at
 from torch_lawa.errors import ConfigError, LayoutError, NotReadyError
 from torch_lawa.selection import Selection, write_into
 from torch_lawa.shards import Sharding, fingerprint
@@ -254,17 +246,7 @@ class Window:
         steps = self.steps[-n:]
         if self.block is None or not self.num_sampled or isinstance(rule, Blend):
             return weights_at(rule, steps)
-        if isinstance(rule, StepCoefficients):
-            newest = self.newest_step
-            assert newest is not None  # there are samples
-            # One snapshot does not tell for how many steps it stands: as many as its samples take.
-            length = (newest - steps[-1]) * self.samples // self.num_sampled
-            before = [max(0, steps[0] - length)] if n == 1 and steps[0] > 0 else []
-            weights = weights_at(rule, [*before, *steps, newest])
-            *snapshots, samples = weights.numerators[len(before) :]
-            divisor = math.fsum((*snapshots, samples))
-            return Weights((*snapshots, samples / self.num_sampled), divisor)
-        return self.block.weights(rule.weights(n), self._key)
+        return self.block.weights(rule, steps, self._key)
 
     def mean_into(
         self, targets: Mapping[str, Tensor], n: int, rule: Coefficients, *, live: bool = False

@@ -14,8 +14,8 @@ from typing import Any
 from lawa_lab.report import frontier_words, words
 from lawa_lab.report.curves import Axis, Metric
 from lawa_lab.report.figures.axes import Panel
-from lawa_lab.report.figures.builders import FIGURES
 from lawa_lab.report.figures.files import Drawing, draw_panel, drawings, legend, svg_text
+from lawa_lab.report.figures.registry import FIGURES
 from lawa_lab.report.figures.scene import Scene
 from lawa_lab.report.figures.style import INK, Style
 from lawa_lab.report.page_tables import PageTable, frontier_tables

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lawa_lab.report.figures.axes import Panel, fill, matplotlib
-from lawa_lab.report.figures.builders import FIGURES, FigureKind
+from lawa_lab.report.figures.registry import FIGURES, FigureKind
 from lawa_lab.report.figures.scene import Scene
 from lawa_lab.report.figures.style import INK, Style
 from lawa_lab.report.runs import Run

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from lawa_lab.report import frontier_words
 from lawa_lab.report.curves import Metric
 from lawa_lab.report.figures.axes import Arrow, Line, Panel
-from lawa_lab.report.figures.builders import register_figure
+from lawa_lab.report.figures.registry import register_figure
 from lawa_lab.report.figures.scene import Scene
 from lawa_lab.report.figures.style import RAW, Dashes, Style, vary
 from lawa_lab.report.frontier import AnnealedRun, AnytimeCurve, Frontier
