@@ -77,10 +77,10 @@ class Ring:
     """As many snapshots as there were."""
 
     def __init__(self, size: int) -> None:
-        self.k, self._size = K, size
+        self.k, self.num_averaged = K, size
 
     def __len__(self) -> int:
-        return self._size
+        return self.num_averaged
 
 
 def judge(search: WindowSearch, seen: str, runs: list[list[Row]]) -> list[str]:
