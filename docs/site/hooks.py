@@ -62,7 +62,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{before}{posixpath.relpath(site, here or '.')}{anchor}"
 
     parts = re.split(r"(^```.*?^```)", markdown, flags=re.M | re.S)
-    return "".join(p if p.startswith("```") else LINK.sub(rewrite, p) for p in parts)
+    return "".join(p if p.startswith("```") else _unbroken(LINK.sub(rewrite, p)) for p in parts)
+
+
+def _unbroken(text: str) -> str:
+    """A value, its deviation and its percent sign stay on one line."""
+    return re.sub(r"(?<=\d) (?=[±%×])|(?<=±) (?=\d)", "\u00a0", text)
 
 
 def _records() -> list[Path]:
