@@ -66,8 +66,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _unbroken(text: str) -> str:
-    """A value, its deviation and its percent sign stay on one line."""
-    return re.sub(r"(?<=\d) (?=[±%×])|(?<=±) (?=\d)", "\u00a0", text)
+    """A value, its deviation and its percent sign stay on one line, and so does k = 6."""
+    return re.sub(
+        r"(?<=\d) (?=[±%×])|(?<=±) (?=\d)|(?<=\bk) (?=[=>])|(?<=k [=>]) (?=\d)", "\u00a0", text
+    )
 
 
 def _records() -> list[Path]:
