@@ -201,9 +201,9 @@ def _format_reference() -> str:
         written = "yes" if known.writer else "as safetensors"
         lines.append(f"| {known.title} | {known.description} | {suffixes} | yes | {written} |")
     lines += ["", "## Coefficient rules", ""]
-    lines += [f"- `{e.usage}` {e.help}" for e in rules.values()]
+    lines += [f"- `{e.usage}`: {e.help or 'equal weights'}" for e in rules.values()]
     lines += ["", "## Schedules", ""]
-    lines += [f"- `{e.usage}` {e.help}" for e in schedules.SCHEDULES.values()]
+    lines += [f"- `{e.usage}`: {e.help}" for e in schedules.SCHEDULES.values()]
     return "\n".join(lines) + "\n"
 
 
