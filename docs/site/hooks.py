@@ -62,7 +62,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{before}{posixpath.relpath(site, here or '.')}{anchor}"
 
     parts = re.split(r"(^```.*?^```)", markdown, flags=re.M | re.S)
-    return "".join(p if p.startswith("```") else LINK.sub(rewrite, p) for p in parts)
+    return "".join(p if p.startswith("```") else _unbroken(LINK.sub(rewrite, p)) for p in parts)
+
+
+def _unbroken(text: str) -> str:
+    """A value, its deviation and its percent sign stay on one line, and so does k = 6."""
+    return re.sub(
+        r"(?<=\d) (?=[±%×])|(?<=±) (?=\d)|(?<=\bk) (?=[=>])|(?<=k [=>]) (?=\d)", "\u00a0", text
+    )
 
 
 def _records() -> list[Path]:
@@ -194,9 +201,9 @@ def _format_reference() -> str:
         written = "yes" if known.writer else "as safetensors"
         lines.append(f"| {known.title} | {known.description} | {suffixes} | yes | {written} |")
     lines += ["", "## Coefficient rules", ""]
-    lines += [f"- `{e.usage}` {e.help}" for e in rules.values()]
+    lines += [f"- `{e.usage}`: {e.help or 'equal weights'}" for e in rules.values()]
     lines += ["", "## Schedules", ""]
-    lines += [f"- `{e.usage}` {e.help}" for e in schedules.SCHEDULES.values()]
+    lines += [f"- `{e.usage}`: {e.help}" for e in schedules.SCHEDULES.values()]
     return "\n".join(lines) + "\n"
 
 

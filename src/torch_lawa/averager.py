@@ -64,16 +64,16 @@ class LatestWeightAverager:
         store: Where snapshots are kept: "host" memory (filled in the background from a GPU), the
             model's "device", or a `DiskStore(folder)`.
         storage_dtype: Store snapshots in `torch.bfloat16` or `torch.float16` to halve their memory.
-            This rounds values by up to 0.4 % (2**-8) and 0.05 % (2**-11, up to 65,504); the error
-            of the mean of k is about 1/sqrt(k) of that. Sums are float64 in any case.
+            This rounds values by up to 0.4 % (`2**-8`) and 0.05 % (`2**-11`, up to 65,504). The
+            error of the mean of k is about 1/sqrt(k) of that. Sums are float64 in any case.
         buffers: Floating-point buffers, such as BatchNorm statistics: from the "newest" snapshot,
             or "average" them. Use `recalibrate_batch_norm` to re-estimate them.
         frozen: Parameters that do not require gradients: "keep" one copy, from the newest
             snapshot, or "omit" them (adapters on a large frozen model).
-        include: Average only tensors whose name matches one of these patterns, such as "*.lora_*"
+        include: Average only tensors whose name matches one of these patterns, such as `*.lora_*`
             (the whole name; `*` matches dots, too). Tied weights match by any of their names.
         exclude: Do not average tensors whose name matches one of these patterns, such as
-            "*embed*". Tensors that are not averaged stay raw: the average has their values of the
+            `*embed*`. Tensors that are not averaged stay raw: the average has their values of the
             newest snapshot, of which one copy is stored. `lawa average` has the same options, but
             leaves such tensors out of its result.
     """

@@ -88,7 +88,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
         storage_dtype: `torch.bfloat16` or `torch.float16` halves their memory and rounds them.
         include: Average only tensors whose name matches one of these patterns.
         exclude: Do not average tensors whose name matches one of these patterns, such as
-            "*embed*": they stay as they were in the newest snapshot.
+            `*embed*`: they stay as they were in the newest snapshot.
     """
 
     def __init__(
