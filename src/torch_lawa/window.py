@@ -320,10 +320,15 @@ class Window:
 
     def load(self, saved: SavedWindow) -> None:
         """Replace everything by what was saved; of the snapshots by the newest that fit."""
-        layouts = FlatLayout(()), FlatLayout(())
+        layouts = (
+            self.averaged,
+            self.kept,
+        )  # without snapshots, a bound model's names are still known
         if saved.contents:
             newest = saved.contents[-1]
             layouts = self._layouts(newest.averaged, newest.kept, saved.dtypes)
+        elif saved.block is not None and set(saved.block.total) != set(self.averaged.signature()):
+            layouts = self._layouts(saved.block.total, {}, saved.dtypes)
         ties, excluded = saved.ties, list(saved.excluded)
         notes: Notes = {**saved.counters, "ties": ties, "excluded": excluded, "shards": ""}
         self.store.refill(*layouts, self.k, saved.contents[-self.k :], notes)
@@ -331,8 +336,9 @@ class Window:
             self.block.load(saved.block, self._key)
 
     def clear(self, counters: Counters) -> None:
-        """Drop every snapshot."""
-        self.store.clear({**counters, "ties": {}, "excluded": [], "shards": ""})
+        """Drop every snapshot. The names of the tensors are still known, for a state in slots."""
+        notes: Notes = {**counters, "ties": {}, "excluded": [], "shards": ""}
+        self.store.refill(self.averaged, self.kept, self.k, [], notes)
 
     def wait(self) -> None:
         """Return when every snapshot has reached the store."""
