@@ -206,14 +206,11 @@ class Window:
 
     def bind(self, selection: Selection) -> _Bound:
         """Check a model against the layouts, or learn them from it; follow permitted changes."""
-        shards = fingerprint(selection.shardings)
+        shards, sampled = fingerprint(selection.shardings), self.num_sampled
         if not self.snapshots:
             layouts = self._layouts(selection.averaged, selection.kept)
             if layouts != (self.averaged, self.kept):
-                sampled = self.num_sampled
                 self.store.open(*layouts, self.k)
-                if self.block is not None and sampled:  # before the first snapshot
-                    self.block.carry(self._key)
         else:
             before = self._shards
             if before and shards and before != shards:
@@ -225,6 +222,8 @@ class Window:
             self._follow(selection)
         names = list(self.averaged.signature()), list(self.kept.signature())
         tensors = selection.all()
+        if self.block is not None and sampled:
+            self.block.carry(self._key, {name: tensors[name] for name in names[0]})
         bound = _Bound(
             self.identity,
             selection.version,
