@@ -285,6 +285,8 @@ def test_mistakes_are_explained() -> None:
     for options in wrong:
         with pytest.raises(ConfigError, match=f"{next(iter(options))}="):
             SpikeRescue(averager, **options)
+    with pytest.raises(ConfigError, match="averager=Linear"):
+        SpikeRescue(nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="norm of the gradient"):
         SpikeRescue(averager).check(-1.0)
     with pytest.raises(ConfigError, match=r"SpikeRescue\(averager\)"):
