@@ -16,7 +16,7 @@ from torch_lawa.errors import StateError
 from torch_lawa.mutex import one_at_a_time
 from torch_lawa.ranks.agreement import check_same_call, check_same_decision
 from torch_lawa.schedule import Every, Horizon, Schedule, check_window, choose_schedule
-from torch_lawa.selection import BufferRule, FrozenRule, Selector, live_tensors
+from torch_lawa.selection import BufferRule, FrozenRule, Selector, live_shardings, live_tensors
 from torch_lawa.stores.base import Counters, Snapshot, Store
 from torch_lawa.stores.memory import DeviceStore, HostStore
 from torch_lawa.swag import Draw
@@ -352,7 +352,7 @@ class LatestWeightAverager:
         ...     bool(model.weight == averager.sample(seed=0)["weight"])
         True
         """
-        draw, window = Draw(seed, scale, self._select(model).shardings), self._window
+        draw, window = Draw(seed, scale, live_shardings(model)), self._window
         draw.check(n := self._window_size(k))
         return self._swapped(model, n, lambda to, n: window.sample_into(to, n, draw))
 
