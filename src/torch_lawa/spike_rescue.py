@@ -145,7 +145,7 @@ class SpikeRescue:
         if not self._is_high(value):
             self._losses.append(value)
             self._num_high = 0
-            if self.averager.num_collected > self._num_good:
+            if self.averager.num_collected != self._num_good:  # fewer after a rollback
                 self._num_good, self._num_in_vain = self.averager.num_collected, 0
             return False
         self._num_high += 1
