@@ -16,7 +16,7 @@ from torch_lawa.errors import StateError
 from torch_lawa.mutex import one_at_a_time
 from torch_lawa.ranks.agreement import check_same_call, check_same_decision
 from torch_lawa.schedule import Every, Horizon, Schedule, check_window, choose_schedule
-from torch_lawa.selection import BufferRule, FrozenRule, Selector, live_tensors
+from torch_lawa.selection import BufferRule, FrozenRule, Selector, live_shardings, live_tensors
 from torch_lawa.stores.base import Counters, Snapshot, Store
 from torch_lawa.stores.memory import DeviceStore, HostStore
 from torch_lawa.swag import Draw
@@ -171,6 +171,11 @@ class LatestWeightAverager:
         return self._window.newest_step
 
     @property
+    def window_key(self) -> object:
+        """Identifies the window: another object after one was loaded, or after `reset`."""
+        return self._window.identity
+
+    @property
     def num_collected(self) -> int:
         """How many snapshots were collected in total."""
         return self._window.num_collected
@@ -280,10 +285,9 @@ class LatestWeightAverager:
         """The mean of the window as a plain state dict, for `model.load_state_dict`.
 
         `k` averages only the k newest snapshots; `coefficients` replaces the averager's own. A
-        blend takes the newest snapshot as the live weights, since no model is given. Tensors have
-        their own dtypes unless `dtype` is given, and are on the device of the snapshots unless
-        `device` is given. They are new tensors that you may change. Tensors that are sharded in the
-        model (FSDP2, tensor parallel) are DTensors here, too: nothing is gathered.
+        blend takes the newest snapshot as the live weights, since no model is given. Tensors are
+        new; they have their own dtypes and the device of the snapshots unless you give others. What
+        is sharded in the model (FSDP2, tensor parallel) is a DTensor here: nothing is gathered.
         """
         n, rule = self._window_size(k), self._rule(coefficients)
         return self._window.read(dtype, device, lambda out: self._window.mean_into(out, n, rule))
@@ -332,8 +336,7 @@ class LatestWeightAverager:
         """
         n, rule = self._window_size(k), self._rule(coefficients)
         rule.weights(n)  # raises if there are too few explicit weights
-        window = self._window
-        return self._swapped(model, n, lambda to, n: window.mean_into(to, n, rule, live=True))
+        return self._swapped(model, n, lambda to, n: self._window.mean_into(to, n, rule, live=True))
 
     def sampled_into(
         self, model: nn.Module, k: int | None = None, *, seed: int, scale: float = 0.5
@@ -349,15 +352,14 @@ class LatestWeightAverager:
         ...     bool(model.weight == averager.sample(seed=0)["weight"])
         True
         """
-        draw, window = Draw(seed, scale, self._select(model).shardings), self._window
+        draw, window = Draw(seed, scale, live_shardings(model)), self._window
         draw.check(n := self._window_size(k))
         return self._swapped(model, n, lambda to, n: window.sample_into(to, n, draw))
 
     def _swapped(
         self, model: nn.Module, n: int, write_into: Callable[[Mapping[str, Tensor], int], None]
     ) -> AbstractContextManager[None]:
-        live = live_tensors(model)
-        window = self._window
+        live, window = live_tensors(model), self._window
         used = swap_targets(live, window.averaged.signature(), window.kept.signature())
         # Names that were tied when they were collected, but are separate tensors in this model.
         untied = {a: name for a, name in window.ties.items() if a in live and name in used}

@@ -146,7 +146,7 @@ def unpack(state: Mapping[str, Any], window: Window) -> SavedWindow:
             Content(Snapshot(int(row["index"]), int(row["step"])), dict(row["tensors"]), kept)
             for row in rows
         ]
-        block = _block(state, notes)
+        block = None if window.block is None else _block(state, notes)
         if version == _SLOTS and contents and window.seen:
             names, own = contents[-1].averaged, window.averaged.signature()
             dtypes = {n: dtypes[n] if n in dtypes else own[n][1] for n in names}

@@ -26,8 +26,9 @@ __all__ = ["BatchNormCache"]
 class BatchNormCache:
     """The statistics for the windows that end with one snapshot.
 
-    A window is identified by the steps of its snapshots and of its newest sample. Wherever `k` is
-    an argument, it is the window of the k newest snapshots, by default the averager's own.
+    A window is identified by the steps of its snapshots and of its newest sample; after the
+    averager went back to a saved state, the same steps are other weights. Wherever `k` is an
+    argument, it is the window of the k newest snapshots, by default the averager's own.
     """
 
     def __init__(self, num_batches: int | None) -> None:
@@ -42,6 +43,11 @@ class BatchNormCache:
     def clear(self) -> None:
         """Forget the statistics: another run begins."""
         self._values: dict[tuple[int, ...], dict[str, Tensor]] = {}  # by the window's steps
+        self._window_key: object = None  # of the window that has these snapshots, once it is known
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is used with a copy of the window."""
+        return {**vars(self), "_window_key": None}
 
     def needed(self, model: nn.Module) -> bool:
         """Whether the model has statistics that should be re-estimated."""
@@ -52,6 +58,9 @@ class BatchNormCache:
 
         A blend also changes with the live weights, so its statistics are estimated each time.
         """
+        if self._window_key not in (None, averager.window_key):
+            self.clear()
+        self._window_key = averager.window_key
         blends = isinstance(averager.coefficients, Blend)
         return not blends and _window(averager, k) in self._values
 
@@ -97,7 +106,7 @@ class BatchNormCache:
         if state:
             values = {name: value.clone() for name, value in state["values"].items()}
             found[tuple(int(step) for step in state["steps"])] = values
-        self._values = found
+        self._values, self._window_key = found, None
 
 
 def _window(averager: LatestWeightAverager, k: int | None) -> tuple[int, ...]:

@@ -62,7 +62,7 @@ class BlockMean:
 
     def add(self, tensors: Mapping[str, Tensor], *, key: object, step: int) -> None:
         """Add one sample. An interrupt on the way drops the samples of the block."""
-        count = self.count(key) if _shapes(self._tensors) == _shapes(tensors) else 0
+        count = self.count(key)
         if count:
             self.sum()
         self._facts = _Facts()
@@ -87,9 +87,10 @@ class BlockMean:
         self._tensors = {name: tensor.clone() for name, tensor in block.total.items()}
         self._facts = _Facts(block.count, key, block.step)
 
-    def carry(self, key: object) -> None:
-        """Keep the samples for another snapshot."""
-        self._facts = replace(self._facts, key=key)
+    def carry(self, key: object, tensors: Mapping[str, Tensor]) -> None:
+        """Keep the samples for another snapshot if it is one of such tensors, else drop them."""
+        alike = _forms(self._tensors) == _forms(tensors)
+        self._facts = replace(self._facts, key=key) if alike else _Facts()
 
     def saved(self, key: object) -> Block | None:
         """The samples for that snapshot, in live memory; None if there are none."""
@@ -143,13 +144,16 @@ def _add(sums: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     if alike:
         torch._foreach_add_([sums[name] for name in alike], [tensors[name] for name in alike])
     for name in tensors.keys() - set(alike):
-        sums[name].add_(tensors[name])
+        tensor = tensors[name]
+        narrow = tensor.itemsize == 1  # float8: PyTorch does not add it to other dtypes
+        sums[name].add_(tensor.to(sums[name].dtype) if narrow else tensor)
 
 
 def summed_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the sum of samples of that dtype."""
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
 
 
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in tensors.items()}
+def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape, and dtype of the sum."""
+    return {name: (tensor.shape, summed_dtype(tensor.dtype)) for name, tensor in tensors.items()}

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from torch_lawa.errors import ConfigError, StateError
-from torch_lawa.units import either
+from torch_lawa.units import counted, either
 
 __all__ = [
     "SCHEDULES",
@@ -350,8 +350,8 @@ def check_window(schedule: Schedule, k: int, samples: int, min_snapshots: int) -
     if expected is not None and expected // samples < min_snapshots:
         ways = ("Collect more often", "start earlier", *smaller_window(k, samples, min_snapshots))
         raise ConfigError(
-            f"the schedule {schedule} gives {expected // samples} snapshots in the whole run, but "
-            f"an average needs {min_snapshots}. {either(ways)}."
+            f"the schedule {schedule} gives {counted(expected // samples, 'snapshot')} in the "
+            f"whole run, but an average needs {min_snapshots}. {either(ways)}."
         )
 
 

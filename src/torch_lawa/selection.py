@@ -27,6 +27,7 @@ __all__ = [
     "ModelParts",
     "Selection",
     "Selector",
+    "live_shardings",
     "live_tensors",
     "unwrap",
     "write_into",
@@ -228,6 +229,13 @@ def live_tensors(model: nn.Module) -> dict[str, Tensor]:
         _check(name, tensor)
         found.setdefault(_identity(tensor), (name, local(tensor)))
     return dict(found.values())
+
+
+def live_shardings(model: nn.Module) -> dict[str, Sharding]:
+    """Canonical name -> what the tensor is a shard of, for sharded tensors."""
+    walked = _of_module(model, masters_of(model))
+    found = {name: sharding_of(tensor) for name, tensor, _ in walked}
+    return {name: sharding for name, sharding in found.items() if sharding is not None}
 
 
 def write_into(target: Tensor, source: Tensor) -> None:

@@ -21,7 +21,7 @@ from torch_lawa.ranks.barrier import explain_missing_ranks
 from torch_lawa.selection import live_tensors, write_into
 from torch_lawa.shards import local
 from torch_lawa.swap import ordinary_mode, refuse_if_swapped
-from torch_lawa.validation import DAMAGE, one_of, whole_number
+from torch_lawa.validation import DAMAGE, check_kind, one_of, whole_number
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -87,6 +87,8 @@ class SpikeRescue:
             raise ConfigError(
                 f"factor={factor!r}: give a multiple of the largest recent loss, above 1."
             )
+        if averager is not None:
+            check_kind("averager", averager, "snapshot_steps", "LatestWeightAverager(k=6)")
         one_of("optimizer_state", optimizer_state, ("keep", "reset"))
         self._factor, self._optimizer_state = factor, optimizer_state
         self._history = whole_number("history", history, least=2)
@@ -143,7 +145,7 @@ class SpikeRescue:
         if not self._is_high(value):
             self._losses.append(value)
             self._num_high = 0
-            if self.averager.num_collected > self._num_good:
+            if self.averager.num_collected != self._num_good:  # fewer after a rollback
                 self._num_good, self._num_in_vain = self.averager.num_collected, 0
             return False
         self._num_high += 1

@@ -133,10 +133,17 @@ class _Swap(AbstractContextManager[None]):
         self._model, self._tensors, self._write = model, tensors, write
         self._idle_memory, self._memory = idle_memory, ExitStack()
         self._restore: Callable[[], None] | None = None  # known once all values are saved
+        self._entered = False
         self._masters: Masters | None = masters_of(model) if tensors else None
 
     def __enter__(self) -> None:
         refuse_if_swapped(self._model, "swapped_into was called")
+        if self._entered:
+            raise SwapError(
+                "this swap was used before, and the window may have changed since: call "
+                "averager.swapped_into(model) for each `with` block."
+            )
+        self._entered = True
         try:
             self._claim()
             self._restore = self._save()

@@ -206,14 +206,11 @@ class Window:
 
     def bind(self, selection: Selection) -> _Bound:
         """Check a model against the layouts, or learn them from it; follow permitted changes."""
-        shards = fingerprint(selection.shardings)
+        shards, sampled = fingerprint(selection.shardings), self.num_sampled
         if not self.snapshots:
             layouts = self._layouts(selection.averaged, selection.kept)
             if layouts != (self.averaged, self.kept):
-                sampled = self.num_sampled
                 self.store.open(*layouts, self.k)
-                if self.block is not None and sampled:  # before the first snapshot
-                    self.block.carry(self._key)
         else:
             before = self._shards
             if before and shards and before != shards:
@@ -225,6 +222,8 @@ class Window:
             self._follow(selection)
         names = list(self.averaged.signature()), list(self.kept.signature())
         tensors = selection.all()
+        if self.block is not None and sampled:
+            self.block.carry(self._key, {name: tensors[name] for name in names[0]})
         bound = _Bound(
             self.identity,
             selection.version,
@@ -320,10 +319,15 @@ class Window:
 
     def load(self, saved: SavedWindow) -> None:
         """Replace everything by what was saved; of the snapshots by the newest that fit."""
-        layouts = FlatLayout(()), FlatLayout(())
+        layouts = (
+            self.averaged,
+            self.kept,
+        )  # without snapshots, a bound model's names are still known
         if saved.contents:
             newest = saved.contents[-1]
             layouts = self._layouts(newest.averaged, newest.kept, saved.dtypes)
+        elif saved.block is not None and set(saved.block.total) != set(self.averaged.signature()):
+            layouts = self._layouts(saved.block.total, {}, saved.dtypes)
         ties, excluded = saved.ties, list(saved.excluded)
         notes: Notes = {**saved.counters, "ties": ties, "excluded": excluded, "shards": ""}
         self.store.refill(*layouts, self.k, saved.contents[-self.k :], notes)
@@ -331,8 +335,9 @@ class Window:
             self.block.load(saved.block, self._key)
 
     def clear(self, counters: Counters) -> None:
-        """Drop every snapshot."""
-        self.store.clear({**counters, "ties": {}, "excluded": [], "shards": ""})
+        """Drop every snapshot. The names of the tensors are still known, for a state in slots."""
+        notes: Notes = {**counters, "ties": {}, "excluded": [], "shards": ""}
+        self.store.refill(self.averaged, self.kept, self.k, [], notes)
 
     def wait(self) -> None:
         """Return when every snapshot has reached the store."""

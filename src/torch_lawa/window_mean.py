@@ -5,7 +5,7 @@ Both ways give the same bits; which one is used depends on whether the whole ave
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -87,7 +87,7 @@ class MeanReader:
         if n == len(self._store.snapshots):
             self._last_read = ids
         if not all(bool(f) for f in finite):
-            self._warn_not_finite(used, layout)
+            self._warn_not_finite(used, layout, last)
 
     def by_tensor(
         self,
@@ -111,7 +111,7 @@ class MeanReader:
             [self._store.flats(snapshot) for snapshot in used],
             self._store.kept_flats(),
             weights,
-            lambda: self._warn_not_finite(used, averaged),
+            lambda: self._warn_not_finite(used, averaged, last),
             self._store.check_read,
             last or {},
         )
@@ -152,24 +152,31 @@ class MeanReader:
                 total.rebuild(ids, flats)
         return total.blocks()
 
-    def _warn_not_finite(self, used: Sequence[Snapshot], layout: FlatLayout) -> None:
-        """Warn, once per snapshot, which tensors have NaN or Inf."""
-        for snapshot in used:
+    def _warn_not_finite(
+        self, used: Sequence[Snapshot], layout: FlatLayout, last: Mapping[str, Tensor] | None
+    ) -> None:
+        """Warn, once per snapshot, which tensors have NaN or Inf; also of `last`, the next one."""
+        newest = self._store.snapshots[-1]
+        for snapshot in (*used, replace(newest, index=newest.index + 1)):
             if snapshot.index in self._reported:
                 continue
-            views = layout.views(self._store.flats(snapshot))
+            what, views = f"the snapshot of step {snapshot.step} has", last or {}
+            if snapshot.index <= newest.index:
+                views = layout.views(self._store.flats(snapshot))
+            else:
+                what = f"the samples since step {newest.step} have"
             bad = [name for name, value in views.items() if not bool(value.isfinite().all())]
             if not bad:
                 continue
             self._reported.add(snapshot.index)
-            left = self._k - (self._store.snapshots[-1].index - snapshot.index)
+            left = self._k - (newest.index - snapshot.index)
             more = f" and {counted(len(bad) - 1, 'more tensor')}" if len(bad) > 1 else ""
             narrow = any(group.stored == torch.float16 for group in layout.groups)
             limit = " Values above 65,504 do not fit into float16 storage." if narrow else ""
             warnings.warn(
-                f"the snapshot of step {snapshot.step} has NaN or Inf in {bad[0]!r}{more}; so has "
-                f"the mean until that snapshot leaves the window, after {left} more. Check the run "
-                "for a diverging step; averager.reset() begins a new window at once."
+                f"{what} NaN or Inf in {bad[0]!r}{more}; so has the mean until that snapshot "
+                f"leaves the window, after {left} more. Check the run for a diverging step; "
+                "averager.reset() begins a new window at once."
                 f"{limit}",
                 NonFiniteWarning,
                 stacklevel=5,

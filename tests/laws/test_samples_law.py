@@ -16,7 +16,7 @@ from support.models import assert_same_state
 from torch import Tensor, nn
 
 from torch_lawa import Blend, DiskStore, Horizon, LatestWeightAverager, Recent
-from torch_lawa.errors import ConfigError, NotReadyError, StateError
+from torch_lawa.errors import ConfigError, NonFiniteWarning, NotReadyError, StateError
 from torch_lawa.stores.memory import HostStore
 
 TOLERANCE = {torch.float64: 1e-15, torch.float32: 1e-6, torch.bfloat16: 1e-2}
@@ -84,11 +84,15 @@ def test_resumed_at_any_point_it_is_the_same(stop: int, how: str) -> None:
     if how == "bound":
         first.bind(again.model)
     again.collect(first, stop)
-    if how in ("copied", "pickled"):
-        second = copy.deepcopy(first) if how == "copied" else pickle.loads(pickle.dumps(first))
-    else:
+    second = first
+    for _ in range(2):  # the second time before anything new was collected
+        if how in ("copied", "pickled"):
+            second = (
+                copy.deepcopy(second) if how == "copied" else pickle.loads(pickle.dumps(second))
+            )
+            continue
         buffer = io.BytesIO()
-        torch.save(first.state_dict(), buffer)
+        torch.save(second.state_dict(), buffer)
         buffer.seek(0)
         second = averager_of(2, 3, "device")
         second.load_state_dict(torch.load(buffer, weights_only=True))
@@ -219,3 +223,49 @@ def test_damaged_samples_are_refused_and_nothing_changes() -> None:
     assert_same_state(averager.average(), average)
     with pytest.raises(ConfigError, match="samples"):
         averager_of(2, 0)
+
+
+@pytest.mark.parametrize("first", [2, 6])
+def test_samples_of_other_tensors_are_dropped_before_they_are_read(first: int) -> None:
+    """A parameter is unfrozen, and the model is shown without taking a sample."""
+    run, averager = Run(torch.float64), averager_of(2, 4)
+    run.model[0].bias.requires_grad_(False)
+    run.collect(averager, first)
+    run.model[0].bias.requires_grad_(True)
+    averager.bind(run.model)
+    if averager.ready:
+        averager.average()
+    averager_of(2, 4).load_state_dict(averager.state_dict())
+    run.collect(averager, 4)
+    assert averager.snapshot_steps[-1] == 4 * (first // 4) + 4
+
+
+def test_a_state_in_slots_is_loaded_without_samples() -> None:
+    run, averager, plain = Run(), averager_of(2, 4), averager_of(2, 1)
+    averager.bind(run.model)
+    run.collect(averager, 11)
+    state = averager.state_dict()
+    assert "block" in state
+    # `torch.distributed.checkpoint` loads only what this averager would save.
+    plain.load_state_dict({name: value for name, value in state.items() if name != "block"})
+    assert plain.snapshot_steps == [4, 8]
+
+
+def test_samples_in_float8() -> None:
+    averager = averager_of(1, 2)
+    for value in (1.0, 2.0):
+        averager.collect({"w": torch.tensor([value]).to(torch.float8_e4m3fn)})
+    assert averager.average(dtype=torch.float32)["w"].item() == 1.5
+
+
+def test_nan_in_new_samples_is_warned_of_once(tmp_path: Path) -> None:
+    run, averager = Run(), averager_of(2, 4)
+    run.collect(averager, 5)
+    with torch.no_grad():
+        run.model[0].bias.fill_(torch.nan)
+    averager.collect(run.model)
+    with pytest.warns(NonFiniteWarning, match="samples since step 4 .*'0.bias'"):
+        averager.save_pretrained(tmp_path / "out")
+    averager.average()  # warnings are errors in tests
+    run.collect(averager, 2)
+    averager.average()  # in the snapshot now

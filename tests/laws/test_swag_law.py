@@ -156,3 +156,14 @@ def test_mistakes_are_told() -> None:
             averager.sample(seed=0, scale=scale)
     with pytest.raises(ConfigError, match="seed"):
         averager.sample(seed=-1)
+
+
+def test_a_copy_without_gradients_is_sampled_into() -> None:
+    model, averager = nn.Linear(2, 2), LatestWeightAverager(k=2, include="weight")
+    for value in (1.0, 3.0):
+        with torch.no_grad():
+            model.weight.fill_(value)
+        averager.collect(model)
+    copied = nn.Linear(2, 2).requires_grad_(requires_grad=False)
+    with averager.sampled_into(copied, seed=0):
+        assert same_bits(copied.weight, averager.sample(seed=0)["weight"])

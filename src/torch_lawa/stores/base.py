@@ -373,10 +373,6 @@ class Store(ABC):
         """Unused memory on the model's device, by tensor, for the duration of the block."""
         return nullcontext({})
 
-    @abstractmethod
-    def clear(self, notes: Notes) -> None:
-        """Drop every snapshot."""
-
     def __reduce__(self) -> tuple[Any, ...]:
         """A copied store is empty: the copied averager fills it."""
         return type(self), ()

@@ -163,13 +163,6 @@ class DiskStore(Store):
             )
         )
 
-    def clear(self, notes: Notes) -> None:
-        """Drop every snapshot and its file."""
-        self._settle()
-        self.wait()
-        run = self._files.run + 1
-        self._begin(_OnDisk(k=self._files.k, notes=notes, run=run, began=run))
-
     def retarget(self, averaged: FlatLayout, kept: FlatLayout) -> bool:
         """Copy later snapshots from the devices of these layouts."""
         self.wait()  # the thread may still be writing from the old memory
@@ -235,7 +228,8 @@ class DiskStore(Store):
         self.wait()
         now = self._files
         run = now.run if relaid else now.run + 1
-        after = _OnDisk(averaged, kept, k, notes=notes, run=run, began=run)
+        staging = Staging(averaged), Staging(kept)
+        after = _OnDisk(averaged, kept, k, notes=notes, run=run, began=run, staging=staging)
         if relaid:
             after = replace(after, window=now.window, began=now.began, age=now.age)
         if not contents:
@@ -272,7 +266,6 @@ class DiskStore(Store):
             after,
             snapshots=tuple(content.snapshot for content in contents),
             rows=tuple(rows),
-            staging=(Staging(averaged), Staging(kept)),
         )
         manifest = self._manifest(after, after.rows)
         self._commit(after, lambda: self._write_manifest(manifest))

@@ -92,10 +92,6 @@ class _MemoryStore(Store):
         self.wait()
         self._ring = replace(self._empty(averaged, kept, k), notes=self._ring.notes)
 
-    def clear(self, notes: Notes) -> None:
-        """Drop every snapshot and free its memory."""
-        self._ring = _Ring(k=self._ring.k, notes=notes)
-
     def put(self, content: Content, notes: Notes) -> None:
         """Copy into a free buffer, or into a new one while the window grows."""
         before, after = self._ring, self._with(self._ring, content, notes)

@@ -1,6 +1,7 @@
 """BatchNorm statistics for an average: estimated once per window, saved with it."""
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,6 +73,21 @@ def test_saved_with_the_window() -> None:
     assert other.num_reads == 0
     run.collect(2)  # they are of an older window now
     assert run.cache.state_dict(run.averager) == {}
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_other_weights_with_the_same_steps(reset: bool) -> None:
+    """The run went back to a saved state, or began a new window, and took other steps."""
+    run = Run()
+    state = run.averager.state_dict()
+    run.collect(1)
+    first = run.statistics()
+    run.averager.reset() if reset else run.averager.load_state_dict(state)
+    run.collect(1)
+    assert not torch.equal(run.statistics(), first)
+    copied = copy.deepcopy(run)  # a copy of the cache still fits the copied window
+    assert torch.equal(copied.statistics(), run.statistics())
+    assert (run.num_reads, copied.num_reads) == (2, 2)
 
 
 def test_zero_batches_keep_the_newest_snapshot_s() -> None:

@@ -227,6 +227,37 @@ def test_a_window_found_on_disk_has_its_excluded_tensors(tmp_path: Path) -> None
     assert torch.equal(again.average()["0.weight"], newest["0.weight"])
 
 
+@pytest.mark.parametrize("store", ["host", "device", "disk"])
+@pytest.mark.parametrize("samples", [1, 2])
+def test_an_empty_window_is_saved_with_its_names(tmp_path: Path, store: str, samples: int) -> None:
+    """`torch.distributed.checkpoint` can only load what was saved under the same names."""
+
+    def bound(folder: str) -> LatestWeightAverager:
+        where = DiskStore(tmp_path / folder) if store == "disk" else store
+        averager = LatestWeightAverager(2, samples=samples, min_snapshots=1, store=where)  # type: ignore[arg-type]
+        averager.bind(model)
+        return averager
+
+    def facts(state: dict[str, Any]) -> Any:
+        slots = [(age, t) for age, slot in state["slots"].items() for t in slot.items()]
+        named = [*slots, *enumerate(state["kept"].items()), *enumerate(state.get("block", {}))]
+        return [(age, str(entry)) for age, entry in named]
+
+    model = small_net()
+    first, resumed = bound("first"), bound("resumed")
+    empty = facts(first.state_dict())
+    assert len(empty) > 10
+    resumed.load_state_dict(first.state_dict())
+    assert facts(resumed.state_dict()) == empty
+    for _ in range(5):
+        resumed.collect(model)
+    resumed.reset()
+    assert facts(resumed.state_dict()) == empty
+    for _ in range(samples):
+        resumed.collect(model)  # the window that was reset continues
+    assert_same_state(resumed.average(), dict(model.state_dict()))
+
+
 def test_foreign_objects_are_refused() -> None:
     averager = LatestWeightAverager(k=2)
     for foreign in ({}, {"w": torch.ones(1)}, [1], None):

@@ -220,6 +220,21 @@ def test_a_snapshot_that_was_dropped_is_not_a_new_good_one() -> None:
             assert rescue(model, None, math.nan)
 
 
+def test_after_a_rollback_a_snapshot_is_not_good_before_a_normal_loss() -> None:
+    """Also if only the averager went back, to fewer snapshots than were good before."""
+    model, averager = nn.Linear(1, 1), LatestWeightAverager(k=2, min_snapshots=1)
+    rescue, start = SpikeRescue(averager), averager.state_dict()
+    for _ in range(4):
+        assert not rescue(model, None, 1.0)
+        averager.step(model)
+    averager.load_state_dict(start)
+    for _ in range(2):
+        assert not rescue(model, None, 1.0)
+        averager.step(model)
+    assert rescue(model, None, math.nan)
+    assert averager.snapshot_steps == [1]
+
+
 def test_it_resumes_exactly() -> None:
     """Stopped anywhere, the same decisions and weights."""
     losses = [1.0, 1.2, 0.9, 1.1, 5.0, 1.0, 5.0, 5.0, 1.0, math.nan, 1.0, 5.0, 5.0]
@@ -285,6 +300,8 @@ def test_mistakes_are_explained() -> None:
     for options in wrong:
         with pytest.raises(ConfigError, match=f"{next(iter(options))}="):
             SpikeRescue(averager, **options)
+    with pytest.raises(ConfigError, match="averager=Linear"):
+        SpikeRescue(nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="norm of the gradient"):
         SpikeRescue(averager).check(-1.0)
     with pytest.raises(ConfigError, match=r"SpikeRescue\(averager\)"):

@@ -114,6 +114,18 @@ def test_nesting_is_refused_and_harmless() -> None:
     assert_same_state(state(model), before)
 
 
+def test_a_swap_is_used_once() -> None:
+    """It was made for the window as it was then."""
+    model, averager = trained()
+    before, swap = state(model), averager.swapped_into(model)
+    with swap:
+        pass
+    with pytest.raises(SwapError, match="used before"), swap:
+        pass
+    assert_same_state(state(model), before)
+    averager.collect(model)
+
+
 def test_collecting_averaged_weights_is_refused() -> None:
     model, averager = trained()
     with averager.swapped_into(model):
