@@ -108,6 +108,7 @@ def test_a_saved_schedule_continues(losses: list[float], cut: int) -> None:
         (lambda: OnPlateau(start=9, total=3), "not before the end"),
         (lambda: Horizon(0.0), "between 0 and 1"),
         (lambda: Horizon(1), "between 0 and 1"),
+        (lambda: Horizon("0.5"), "between 0 and 1"),
         (lambda: Horizon(0.25, 0), "at least 1"),
         (lambda: Horizon(0.25, start=0.1), "length of the run"),
         (lambda: LatestWeightAverager(k=4, horizon=25), "horizon=25"),
