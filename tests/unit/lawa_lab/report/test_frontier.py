@@ -104,6 +104,16 @@ def test_annealed_runs_without_averages_have_batch_norm_treated_like_the_average
         assert found[label, 16].raw.mean == pytest.approx(1 + excess / 16 * 1.005 - 0.05)
 
 
+def test_an_average_with_two_treatments_of_batch_norm_is_one_curve(tmp_path: Path) -> None:
+    rows = [
+        {**row, "batch_norm": treatment}
+        for row in frontier_rows()
+        for treatment in ("copied", "re-estimated")[row["weights"] == "raw" :]
+    ]
+    curves = frontier_in(report_on(tmp_path, rows)).curves
+    assert [curve.series.batch_norm for curve in curves] == ["re-estimated"] * 2
+
+
 def test_quality_at_equal_budget_has_one_row_per_method(frontier: Frontier) -> None:
     rows = {(row.label, row.kind): row for row in frontier.equal_budget}
     assert {kind for _, kind in rows} == {"annealed", "annealed average", "anytime", "raw"}
@@ -338,6 +348,16 @@ def test_an_annealed_run_that_was_interrupted_is_left_out(tmp_path: Path) -> Non
     frontier = frontier_in(report_on(tmp_path, rows))
     assert frontier.unfinished == ("sgd, 32 epochs",)
     assert [p.budget for p in frontier.annealed if p.label == "cosine"] == [8, 16]
+
+
+def test_annealed_runs_whose_planned_length_is_unknown_count_as_finished(tmp_path: Path) -> None:
+    rows = [
+        {**row, "run": f"{row['run']}, {row['budget_epochs']}", "budget_epochs": None}
+        for row in frontier_rows()
+    ]
+    frontier = frontier_in(report_on(tmp_path, rows))
+    assert frontier.unfinished == ()
+    assert [p.budget for p in frontier.annealed if p.label == "cosine"] == [8, 16, 32]
 
 
 def test_accuracies_are_better_when_higher(tmp_path: Path) -> None:
