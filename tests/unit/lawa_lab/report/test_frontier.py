@@ -67,6 +67,13 @@ def test_runs_that_differ_in_length_alone_are_told_apart(tmp_path: Path) -> None
     assert [run.annealed for run in runs] == [False, True, True, True, True]
 
 
+def test_a_rate_is_named_only_beside_another_of_the_same_length(tmp_path: Path) -> None:
+    rows = frontier_rows(budgets=(8,), peaks=(0.1,)) + frontier_rows(budgets=(16,), peaks=(0.2,))
+    names = {run.name for run in runs_of(tmp_path, rows)}
+    assert {"sgd, 8 epochs", "sgd, 16 epochs"} < names
+    assert not any("rate 0" in name for name in names)
+
+
 def test_annealed_runs_are_points_with_an_envelope_and_averages_are_curves(
     frontier: Frontier,
 ) -> None:
