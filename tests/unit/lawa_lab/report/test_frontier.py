@@ -131,6 +131,17 @@ def test_quality_at_equal_budget_has_one_row_per_method(frontier: Frontier) -> N
     assert average.by_seed[1] == pytest.approx([1 + 1.01 / b for b in (8, 16, 32)])
 
 
+def test_a_seed_without_averages_is_left_out_of_their_ends(tmp_path: Path) -> None:
+    rows = [
+        row for row in frontier_rows() if not (row["k"] and row["run"] == "sgd" and row["seed"])
+    ]
+    ends = {row.label: row.by_seed for row in frontier_in(report_on(tmp_path, rows)).equal_budget}
+    assert set(ends["cosine"]) == {0, 1}
+    assert ends["cosine, its average"] == {
+        0: pytest.approx((1 + 1.7 / 8, 1 + 1.7 / 16, 1 + 1.7 / 32))
+    }
+
+
 def test_the_main_average_is_the_first_row_of_its_kind(tmp_path: Path) -> None:
     """Although the run of another peak, which comes before it, is best for another method."""
     rows = [row for row in frontier_rows(peaks=(0.1, 0.2)) if not row["land"]]
@@ -322,6 +333,11 @@ def test_schedule_free_is_one_curve_and_does_not_make_the_optimizer_worth_naming
     frontier = frontier_in(report_on(tmp_path, rows))
     assert {c.label for c in frontier.curves} == {"average, k = 4", "raw weights", "schedule-free"}
     assert {p.label for p in frontier.annealed} == {"cosine", "25% linear decay"}
+    plain = [row for row in rows if row["run"] != "schedule-free-sgd"]
+    rows += [{**row, "run": row["run"].replace("sgd", "adamw")} for row in plain]
+    several = frontier_in(report_on(tmp_path / "several", rows))
+    labels = {c.label for c in several.curves if c.series.averaged}
+    assert labels == {"sgd, average, k = 4", "adamw, average, k = 4", "schedule-free"}
 
 
 def test_rows_of_a_sweep_join_the_only_run_of_their_name(tmp_path: Path) -> None:
