@@ -155,7 +155,7 @@ def test_mistakes_are_told() -> None:
     averager.collect(model)
     with pytest.raises(NotReadyError, match=r"not from 1.*larger k"):
         averager.sample(1, seed=0)
-    for scale in (-1, math.nan, "0.5"):
+    for scale in (-1, math.nan, math.inf, "0.5"):
         with pytest.raises(ConfigError, match="a number of at least 0"):
             averager.sample(seed=0, scale=scale)
     with pytest.raises(ConfigError, match="seed"):
