@@ -4,6 +4,8 @@ import hashlib
 import math
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +14,9 @@ from support.models import same_bits
 from torch import Tensor, nn
 
 from torch_lawa import DiskStore, LatestWeightAverager
-from torch_lawa.errors import ConfigError, NotReadyError
+from torch_lawa.errors import ConfigError, LayoutError, NotReadyError
 from torch_lawa.mean import blocks
-from torch_lawa.swag import normal_numbers
+from torch_lawa.swag import Draw, normal_numbers
 
 K = 4
 
@@ -28,6 +30,7 @@ class Net(nn.Module):
         self.turned = nn.Parameter(torch.zeros(3, 5).t())
         self.narrow = nn.Parameter(torch.zeros(7, dtype=torch.bfloat16))
         self.waves = nn.Parameter(torch.zeros(2, 3, dtype=torch.complex64))
+        self.ripples = nn.Parameter(torch.zeros(3, 2, dtype=torch.complex64).t())
         self.nothing = nn.Parameter(torch.zeros(0, 3))
         self.scalar = nn.Parameter(torch.zeros(()))
         self.tied = nn.Linear(5, 3, bias=False)
@@ -82,10 +85,11 @@ def test_a_sample_is_the_published_formula(seed: int, scale: float) -> None:
         z1 = numbers(seed, name, values[0].size).reshape(values[0].shape)
         expected = published(values, z1, z2, scale).astype(np.float32)
         np.testing.assert_allclose(found[name].numpy(), expected, rtol=1e-6, atol=1e-7)
-    values = [torch.view_as_real(each["waves"]).double().numpy() for each in window]
-    z1 = numbers(seed, "waves", 12).reshape(2, 3, 2)
-    expected = published(values, z1, z2, scale)
-    np.testing.assert_allclose(torch.view_as_real(found["waves"]), expected, rtol=1e-6, atol=1e-7)
+    for name in ("waves", "ripples"):
+        values = [torch.view_as_real(each[name]).double().numpy() for each in window]
+        z1 = numbers(seed, name, 12).reshape(2, 3, 2)
+        expected = published(values, z1, z2, scale)
+        np.testing.assert_allclose(torch.view_as_real(found[name]), expected, rtol=1e-6, atol=1e-7)
     assert same_bits(found["tied.weight"], found["first.weight"])
     assert same_bits(found["frozen"], model.frozen)
     assert same_bits(found["norm.running_mean"], model.norm.running_mean)
@@ -151,7 +155,7 @@ def test_mistakes_are_told() -> None:
     averager.collect(model)
     with pytest.raises(NotReadyError, match=r"not from 1.*larger k"):
         averager.sample(1, seed=0)
-    for scale in (-1, math.nan, "0.5"):
+    for scale in (-1, math.nan, math.inf, "0.5"):
         with pytest.raises(ConfigError, match="a number of at least 0"):
             averager.sample(seed=0, scale=scale)
     with pytest.raises(ConfigError, match="seed"):
@@ -167,3 +171,14 @@ def test_a_copy_without_gradients_is_sampled_into() -> None:
     copied = nn.Linear(2, 2).requires_grad_(requires_grad=False)
     with averager.sampled_into(copied, seed=0):
         assert same_bits(copied.weight, averager.sample(seed=0)["weight"])
+
+
+def test_a_tensor_whose_shard_has_another_shape_is_named() -> None:
+    def refuse(shape: torch.Size) -> None:
+        raise LayoutError(f"a shard of shape {tuple(shape)}")
+
+    shardings: dict[str, Any] = {"first.weight": SimpleNamespace(positions=refuse)}
+    averager = LatestWeightAverager(k=K)
+    snapshots(Net(), averager)
+    with pytest.raises(LayoutError, match=r"'first.weight': a shard of shape \(3, 5\)"):
+        averager._window.sample_into(averager.average(), K, Draw(0, shardings=shardings))

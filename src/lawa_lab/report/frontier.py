@@ -140,9 +140,7 @@ def frontier_of(
 ) -> Frontier | None:
     """The frontier, if there are annealed runs of several lengths, or beside constant-rate runs."""
     model = _Model(runs, metric, axis, k)
-    if not model.annealed or (len(model.annealed) < 2 and not model.curves):
-        return None
-    if not model.curves and len({point.budget for point in model.annealed}) < 2:
+    if not model.annealed or (len(model.budgets) < 2 and not model.curves):
         return None
     return Frontier(
         axis=axis,

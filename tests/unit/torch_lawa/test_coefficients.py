@@ -73,6 +73,8 @@ def test_torch_calls_one_minus_alpha_the_decay() -> None:
         (lambda: Explicit([1, -1]).weights(2), "sum to 0"),
         (lambda: Blend(0.0), r"blend=0.0.*at most 1"),
         (lambda: Blend(1.2), r"blend=1.2.*at most 1"),
+        (lambda: Blend(True), r"blend=True.*at most 1"),
+        (lambda: Blend("0.5"), r"blend='0.5'.*at most 1"),
         (lambda: Blend(0.5, Blend(0.5)), "a blend already"),
     ],
 )

@@ -350,3 +350,24 @@ def test_labels_of_other_libraries_can_be_saved(step: Any, tmp_path: Path) -> No
         assert type(row["step"]) is int
     with pytest.raises(ConfigError, match=r"step=7\.5"):
         averager.collect({"w": torch.ones(1)}, step=7.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_slots_have_the_same_names_however_much_was_collected(samples: int) -> None:
+    """And the samples after the newest snapshot are among them."""
+    model = nn.Linear(1, 1, bias=False)
+    averager = LatestWeightAverager(k=3, samples=samples)
+    averager.bind(model)
+    empty = averager.state_dict()
+    assert list(empty["slots"]) == ["0", "1", "2"]
+    assert ("block" in empty) == (samples > 1)
+    for value in (1.0, 2.0, 4.0):
+        model.weight.data.fill_(value)
+        averager.collect(model)
+    state = averager.state_dict()
+    assert state.keys() == empty.keys()
+    assert state["slots"].keys() == empty["slots"].keys()
+    again = LatestWeightAverager(k=3, samples=samples)
+    again.load_state_dict(state)
+    n = 3 // samples
+    assert again.average(n)["weight"] == averager.average(n)["weight"] == pytest.approx(7 / 3)

@@ -54,6 +54,8 @@ def test_start_as_a_fraction_of_the_run() -> None:
 def test_a_horizon_begins_after_its_start_and_counts_from_the_first_step() -> None:
     schedule = Horizon(0.5, k=2, start=10)
     assert [step for step in range(1, 70) if schedule.due(step)] == [12, 16, 23, 32, 46, 64]
+    assert not Horizon(0.5, k=2).due(0)  # before training
+    assert not Horizon(0.5, k=2, start=10).due(0)
     averager = LatestWeightAverager(k=2, schedule=Horizon(0.5, k=2, start=10))
     assert averager.min_snapshots == 1
     assert sum(averager.step({"w": torch.zeros(1)}) for _ in range(12)) == 1
@@ -108,6 +110,7 @@ def test_a_saved_schedule_continues(losses: list[float], cut: int) -> None:
         (lambda: OnPlateau(start=9, total=3), "not before the end"),
         (lambda: Horizon(0.0), "between 0 and 1"),
         (lambda: Horizon(1), "between 0 and 1"),
+        (lambda: Horizon("0.5"), "between 0 and 1"),
         (lambda: Horizon(0.25, 0), "at least 1"),
         (lambda: Horizon(0.25, start=0.1), "length of the run"),
         (lambda: LatestWeightAverager(k=4, horizon=25), "horizon=25"),

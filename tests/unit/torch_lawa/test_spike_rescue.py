@@ -295,7 +295,7 @@ def test_a_window_on_disk(tmp_path: Path) -> None:
 
 def test_mistakes_are_explained() -> None:
     averager = LatestWeightAverager(k=2)
-    wrong: list[dict[str, Any]] = [{"factor": 1}, {"factor": "2"}, {"factor": math.nan}]
+    wrong: list[dict[str, Any]] = [{"factor": 1}, {"factor": "2"}, {"factor": math.inf}]
     wrong += [{"history": 1}, {"patience": 0}, {"optimizer_state": "drop"}, {"limit": 0}, {"k": 0}]
     for options in wrong:
         with pytest.raises(ConfigError, match=f"{next(iter(options))}="):

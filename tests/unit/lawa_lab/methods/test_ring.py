@@ -37,6 +37,7 @@ def test_snapshots_beyond_the_horizon_do_not_count(text: str) -> None:
 def test_nothing_is_served_before_the_window_is_ready(text: str) -> None:
     run = Following(parse_method(text), ring=LatestWeightAverager(K)).go(FITS[0])
     assert len(run.ring) == 3
+    assert not run.averager.step(run.model)  # it takes no snapshots itself
     assert not run.averager.ready
     assert run.go(FITS[1]).averager.ready
 

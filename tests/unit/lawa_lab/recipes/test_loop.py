@@ -1,9 +1,11 @@
 """One loop for all recipes: it learns, stops, goes on bit for bit, and averages what it says."""
 
+import itertools
 import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from safetensors.torch import load_file
 from support.training import StopAt, rows_of, run, smoke_plan
 from torch import Tensor, nn
 
+from lawa_lab.recipes import loop
 from lawa_lab.recipes.learning_rate import learning_rate
 from lawa_lab.recipes.loop import make_task, train
 from lawa_lab.recipes.optimizers import build_optimizer
@@ -105,6 +108,18 @@ def test_the_rows_of_a_killed_run_are_made_again(tmp_path: Path, whole: Path) ->
     assert rows_of(tmp_path) == rows_of(whole)
     assert len(list((tmp_path / "trajectory").iterdir())) == 4
     load_file(tmp_path / "trajectory" / "step-00000018-epoch-2.safetensors")
+
+
+def test_a_checkpoint_is_saved_every_so_many_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[int] = []
+    save = Trainer.save
+    clock = itertools.count(step=40)  # seconds; it is read once per step and once per checkpoint
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(Trainer, "save", lambda t, to: (saved.append(t.step), save(t, to))[1])
+    run(digits_plan(), tmp_path, save_minutes=2.0)
+    assert saved == [*range(4, STEPS + 1, 4)]
 
 
 def test_the_average_is_the_mean_of_the_trajectory(whole: Path) -> None:

@@ -72,7 +72,9 @@ def test_the_time_is_charged_to_the_method_alone(
         return [1.0] * n
 
     monkeypatch.setattr(PhasedAverage, "chosen", slow)
-    run(plan(methods=("phase", "rna:0.1")), tmp_path)
+    timed = plan(methods=("phase", "rna:0.1"))
+    assert not run(timed, tmp_path, stop_at=25).finished  # seconds continue in a resumed run
+    run(timed, tmp_path)
     rows = read_metrics(tmp_path / "metrics.jsonl")
     by_method = {
         name: [row for row in rows if row["weights"] == name] for name in ("raw", "phase", "rna")

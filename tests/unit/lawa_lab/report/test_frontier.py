@@ -67,6 +67,13 @@ def test_runs_that_differ_in_length_alone_are_told_apart(tmp_path: Path) -> None
     assert [run.annealed for run in runs] == [False, True, True, True, True]
 
 
+def test_a_rate_is_named_only_beside_another_of_the_same_length(tmp_path: Path) -> None:
+    rows = frontier_rows(budgets=(8,), peaks=(0.1,)) + frontier_rows(budgets=(16,), peaks=(0.2,))
+    names = {run.name for run in runs_of(tmp_path, rows)}
+    assert {"sgd, 8 epochs", "sgd, 16 epochs"} < names
+    assert not any("rate 0" in name for name in names)
+
+
 def test_annealed_runs_are_points_with_an_envelope_and_averages_are_curves(
     frontier: Frontier,
 ) -> None:
@@ -104,6 +111,16 @@ def test_annealed_runs_without_averages_have_batch_norm_treated_like_the_average
         assert found[label, 16].raw.mean == pytest.approx(1 + excess / 16 * 1.005 - 0.05)
 
 
+def test_an_average_with_two_treatments_of_batch_norm_is_one_curve(tmp_path: Path) -> None:
+    rows = [
+        {**row, "batch_norm": treatment}
+        for row in frontier_rows()
+        for treatment in ("copied", "re-estimated")[row["weights"] == "raw" :]
+    ]
+    curves = frontier_in(report_on(tmp_path, rows)).curves
+    assert [curve.series.batch_norm for curve in curves] == ["re-estimated"] * 2
+
+
 def test_quality_at_equal_budget_has_one_row_per_method(frontier: Frontier) -> None:
     rows = {(row.label, row.kind): row for row in frontier.equal_budget}
     assert {kind for _, kind in rows} == {"annealed", "annealed average", "anytime", "raw"}
@@ -112,6 +129,22 @@ def test_quality_at_equal_budget_has_one_row_per_method(frontier: Frontier) -> N
         [1 + 1.005 / b for b in (8, 16, 32)]
     )
     assert average.by_seed[1] == pytest.approx([1 + 1.01 / b for b in (8, 16, 32)])
+
+
+def test_a_seed_or_length_without_averages_is_left_out_of_their_ends(tmp_path: Path) -> None:
+    rows = [
+        row
+        for row in frontier_rows()
+        if not (row["k"] and row["run"] == "sgd" and (row["seed"] or row["budget_epochs"] == 8))
+    ]
+    ends = {row.label: row.by_seed for row in frontier_in(report_on(tmp_path, rows)).equal_budget}
+    assert set(ends["cosine"]) == {0, 1}
+    assert set(ends["cosine, its average"]) == {0}
+    assert ends["cosine, its average"][0] == (
+        None,
+        pytest.approx(1 + 1.7 / 16),
+        pytest.approx(1 + 1.7 / 32),
+    )
 
 
 def test_the_main_average_is_the_first_row_of_its_kind(tmp_path: Path) -> None:
@@ -276,9 +309,12 @@ def test_with_several_peaks_each_side_has_its_best_one(tmp_path: Path) -> None:
 
 
 def test_runs_of_one_peak_are_not_said_to_have_several(tmp_path: Path) -> None:
-    """A constant-rate run of two lengths: nothing sets them apart but how far they went."""
+    """A constant-rate run of two lengths: nothing sets them apart but how far they went.
+
+    Raw weights of the shorter one were not evaluated, so that only its average is repeated.
+    """
     rows = frontier_rows(budgets=(8, 16))
-    constant = [row for row in rows if row["schedule"] == "constant" and not row["land"]]
+    constant = [row for row in rows if row["run"] == "sgd, constant rate" and row["k"]]
     shorter = [{**row, "budget_epochs": 8} for row in constant if row["epoch"] <= 8]
     metric, frontier = (
         Metric("test_loss", "lower"),
@@ -302,6 +338,11 @@ def test_schedule_free_is_one_curve_and_does_not_make_the_optimizer_worth_naming
     frontier = frontier_in(report_on(tmp_path, rows))
     assert {c.label for c in frontier.curves} == {"average, k = 4", "raw weights", "schedule-free"}
     assert {p.label for p in frontier.annealed} == {"cosine", "25% linear decay"}
+    plain = [row for row in rows if row["run"] != "schedule-free-sgd"]
+    rows += [{**row, "run": row["run"].replace("sgd", "adamw")} for row in plain]
+    several = frontier_in(report_on(tmp_path / "several", rows))
+    labels = {c.label for c in several.curves if c.series.averaged}
+    assert labels == {"sgd, average, k = 4", "adamw, average, k = 4", "schedule-free"}
 
 
 def test_rows_of_a_sweep_join_the_only_run_of_their_name(tmp_path: Path) -> None:
@@ -338,6 +379,16 @@ def test_an_annealed_run_that_was_interrupted_is_left_out(tmp_path: Path) -> Non
     frontier = frontier_in(report_on(tmp_path, rows))
     assert frontier.unfinished == ("sgd, 32 epochs",)
     assert [p.budget for p in frontier.annealed if p.label == "cosine"] == [8, 16]
+
+
+def test_annealed_runs_whose_planned_length_is_unknown_count_as_finished(tmp_path: Path) -> None:
+    rows = [
+        {**row, "run": f"{row['run']}, {row['budget_epochs']}", "budget_epochs": None}
+        for row in frontier_rows()
+    ]
+    frontier = frontier_in(report_on(tmp_path, rows))
+    assert frontier.unfinished == ()
+    assert [p.budget for p in frontier.annealed if p.label == "cosine"] == [8, 16, 32]
 
 
 def test_accuracies_are_better_when_higher(tmp_path: Path) -> None:

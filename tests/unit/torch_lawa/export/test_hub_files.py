@@ -87,6 +87,15 @@ def test_the_configuration_says_what_is_in_the_file(tmp_path: Path) -> None:
     assert torch.equal(loaded.state_dict()[name], mean[name].bfloat16())
 
 
+def test_a_model_that_was_converted_since_gives_its_configuration_alone(tmp_path: Path) -> None:
+    model = gpt2()
+    averager, mean = trained(model)
+    averager.save_pretrained(tmp_path / "out", model.bfloat16())
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert "config.json" in os.listdir(tmp_path / "out")
+    assert all(torch.equal(tensor, mean[name]) for name, tensor in found.items())
+
+
 def test_without_the_model_there_are_weights_only(tmp_path: Path) -> None:
     averager, _ = trained(gpt2())
     averager.save_pretrained(tmp_path / "out")
