@@ -181,8 +181,19 @@ def test_what_a_recipe_does_not_measure_is_refused_before_training(
 ) -> None:
     assert lawa(*DIGITS, *words, "-o", "run") == 2
     assert said in capsys.readouterr().err
-    assert not list(Path("run").glob("*"))
+    assert not Path("run").exists()
     assert lawa(*DIGITS, "--until", "test_accuracy=0.1", "-o", "run") == 0  # the folder is free
+
+
+def test_a_refused_landing_leaves_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*DIGITS, "--schedule", "constant", "--land", "0.2", "-o", "all/run", "--budgets"]
+    assert lawa(*words, "1,2", "--choose-window") == 2  # known when the data is loaded
+    assert not Path("all").exists()
+    assert lawa(*words, "1,2") == 0
+    before = sorted(Path().rglob("*"))
+    assert lawa(*words, "1,2,2.1", "--resume") == 2
+    assert "would start before that" in capsys.readouterr().err
+    assert sorted(Path().rglob("*")) == before
 
 
 def test_a_reached_target_is_told_again(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 Every registered recipe is a command, and every field of its configuration is an option.
 """
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -271,14 +272,15 @@ def _run(plan: "RunPlan", path: Path, options: Mapping[str, Any]) -> int:
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     worker = choose_worker(options["device"])
-    if worker.rank == 0:  # before the data is loaded, which may take a while
+    with contextlib.ExitStack() as stack:
+        if worker.rank == 0:  # before the data is loaded, which may take a while
+            for run in runs:
+                for part in run.parts:
+                    stack.enter_context(part.folder.reserved(part.plan))
         for run in runs:
-            for part in run.parts:
-                part.folder.reserve(part.plan)
-    for run in runs:
-        code = _train_one(run, until, worker, options)
-        if code:
-            return code
+            code = _train_one(run, until, worker, options)
+            if code:
+                return code
     if worker.rank == 0 and not options["as_json"]:
         click.echo(f"Finished. What averaging saved: lawa report {path}")
     return 0

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -131,10 +131,21 @@ class RunFolder:
             path.unlink()
         self.config.unlink(missing_ok=True)
 
-    def reserve(self, plan: RunPlan) -> None:
-        """Create the folder, unless it contains a run that this one may not continue or replace."""
+    @contextlib.contextmanager
+    def reserved(self, plan: RunPlan) -> Iterator[None]:
+        """Create the folder for the block, and remove it after that if it is still empty.
+
+        Raises if it contains a run that this one may not continue or replace.
+        """
         self._check(plan)
+        made = [path for path in (self.path, *self.path.parents) if not path.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # it is not empty
+                for path in made:
+                    path.rmdir()
 
     def begin(self, plan: RunPlan, *, world_size: int) -> None:
         """Prepare the folder for training: resume its run, or clear it and write the plan."""
