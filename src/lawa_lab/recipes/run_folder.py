@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from lawa_lab.recipes.config import TrainConfig
+from lawa_lab.recipes.quantization import is_rounded
 from lawa_lab.recipes.registry import find_recipe
 from torch_lawa._version import __version__
 from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
 from torch_lawa.checkpoints.storage.atomic import TEMPORARY, publish, recover_all, remove, replacing
 from torch_lawa.errors import ConfigError, LawaError, StateError
-from torch_lawa.metrics import read_metrics
+from torch_lawa.metrics import Row, read_metrics
 from torch_lawa.system_errors import unwrapped_errors
 from torch_lawa.validation import DAMAGE
 
@@ -259,7 +260,8 @@ class RunFolder:
     def cut(self, step: int, *, epochs: float) -> None:
         """Drop rows and snapshots after `step`, which the resumed run writes again.
 
-        Rows name the length of the run, so those of an extended run get the new one.
+        Rows name the length of the run, so those of an extended run get the new one. Values of
+        rounded weights (`--quantize`) are those of the end of a run: the old end loses them.
         """
         self._cut_metrics(step, epochs)
         self._cut_trajectory(step)
@@ -268,7 +270,7 @@ class RunFolder:
         if not self.metrics.exists():
             return
         rows = [
-            {**row, "budget_epochs": epochs} if "budget_epochs" in row else row
+            _lengthened(row, epochs)
             for row in read_metrics(self.metrics)
             if (row.get("step") or 0) <= step
         ]
@@ -291,6 +293,14 @@ class RunFolder:
         """The files that `save_snapshot` wrote, and their steps."""
         found = [(path, _SNAPSHOT.fullmatch(path.name)) for path in self.trajectory.glob("step-*")]
         return [(path, int(match[1])) for path, match in found if match]
+
+
+def _lengthened(row: Row, epochs: float) -> Row:
+    """The row as a run of that many epochs would have written it."""
+    if row.get("budget_epochs", epochs) == epochs:
+        return row
+    whole = {name: value for name, value in row.items() if not is_rounded(name)}
+    return {**whole, "budget_epochs": epochs}
 
 
 def _others(folder: Path) -> list[str]:
