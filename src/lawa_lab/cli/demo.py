@@ -159,8 +159,9 @@ def _show(folders: list[Path], output: Path, begin: float, *, as_json: bool) -> 
     for metric, frontier in frontiers[:1]:
         console.print(f"\n{words.plain(metric.name)} at equal budget", style="bold")
         console.print(equal_budget_table(metric, frontier))
-        console.print("Budget at equal quality", style="bold")
+        console.print("\nBudget at equal quality", style="bold")
         console.print(equal_quality_table(metric, frontier))
+        console.print()
     for _, frontier in frontiers[:1]:
         lengths = [point.budget for point in frontier.annealed]
         console.print(
