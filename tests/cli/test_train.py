@@ -89,9 +89,9 @@ def test_what_is_asked_for_goes_before_the_smoke_values(
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["no-such-recipe"], 2, "No such command"),
+        (["no-such-recipe"], 2, "choose from cifar100-resnet34, digits"),
         (["digits", "--ks", "two"], 2, "is not a list"),
-        (["digits", "--ks", "0"], 2, "--ks [0]"),
+        (["digits", "--ks", "0"], 2, "--ks 0"),
         (["digits", "--learning-rate", "-1"], 2, "--learning-rate -1.0"),
         (["digits", "--optimizer", "rmsprop"], 2, "rmsprop"),
         (["digits", "--coefficients", "best"], 2, "coefficients 'best'"),
@@ -235,6 +235,23 @@ def test_a_mistake_neither_costs_nor_leaves_a_run(capsys: pytest.CaptureFixture[
     assert lawa(*cifar, "--overwrite", "--ks", "60") == 2
     assert "never be full" in capsys.readouterr().err
     assert metrics.read_text() == before
+
+
+def test_a_budget_that_is_too_short_is_refused_before_the_others_are_trained(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert lawa(*DIGITS, "--ks", "3", "--budgets", "4,2", "-o", "run") == 2
+    assert "takes 2 snapshots" in capsys.readouterr().err
+    assert not Path("run").exists()
+
+
+def test_each_recipe_names_the_data_that_it_wants(capsys: pytest.CaptureFixture[str]) -> None:
+    for recipe, said in (
+        ("wikipedia-decoder", "Wikipedia"),
+        ("wikitext103-roberta", "WikiText-103"),
+    ):
+        assert lawa("train", recipe, "--data", "nowhere") == 1
+        assert said in capsys.readouterr().err
 
 
 def test_runs_that_reports_tell_apart_have_folders_of_their_own() -> None:

@@ -9,7 +9,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,14 @@ class _Recipes(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return _recipe(RECIPES[cmd_name]) if cmd_name in RECIPES else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if not name.startswith("-") and name not in RECIPES:
+            ctx.fail(f"no recipe {name!r}; choose from {', '.join(self.list_commands(ctx))}.")
+        return super().resolve_command(ctx, args)
 
 
 @click.command("train", cls=_Recipes)
@@ -277,8 +285,9 @@ def _run(plan: "RunPlan", path: Path, options: Mapping[str, Any]) -> int:
             for run in runs:
                 for part in run.parts:
                     stack.enter_context(part.folder.reserved(part.plan))
-        for run in runs:
-            code = _train_one(run, until, worker, options)
+        for number, run in enumerate(runs, start=1):
+            later = [other.plan for other in runs[number:]]
+            code = _train_one(run, later, until, worker, options)
             if code:
                 return code
     if worker.rank == 0 and not options["as_json"]:
@@ -287,7 +296,11 @@ def _run(plan: "RunPlan", path: Path, options: Mapping[str, Any]) -> int:
 
 
 def _train_one(
-    run: "BudgetedRun", until: "Target | None", worker: "Worker", options: Mapping[str, Any]
+    run: "BudgetedRun",
+    later: "Sequence[RunPlan]",
+    until: "Target | None",
+    worker: "Worker",
+    options: Mapping[str, Any],
 ) -> int:
     from lawa_lab.cli.train_progress import show_run
     from lawa_lab.recipes.loop import train
@@ -303,6 +316,7 @@ def _train_one(
             save_minutes=options["save_minutes"],
             until=until,
             branches=run.branches,
+            later=later,
             callback=callback,
         )
     if worker.rank != 0:

@@ -84,7 +84,10 @@ class RunPlan:
             name: tuple(value) if isinstance(value, list) else value
             for name, value in values["hyperparameters"].items()
         }
-        config = find_recipe(values["recipe"])(**given)
+        recipe = find_recipe(values["recipe"])
+        if unknown := sorted(given.keys() - recipe.settings().keys()):
+            raise ValueError(f"it does not know the settings {', '.join(unknown)}")
+        config = recipe(**given)
         return cls(config=config, seed=values["seed"], data=values["data"], smoke=values["smoke"])
 
 
@@ -214,7 +217,8 @@ class RunFolder:
             ) from None
         except DAMAGE as error:
             raise ConfigError(
-                f"{self.config}: not a configuration of this version of `lawa train` ({error})."
+                f"{self.config}: not a configuration of this version of `lawa train` ({error}). "
+                "Resume with the version that wrote it, or choose another folder with -o."
             ) from None
 
     def require_same(self, plan: RunPlan) -> None:
