@@ -371,3 +371,11 @@ def test_overwrite_removes_only_files_of_the_run(capsys: pytest.CaptureFixture[s
     assert not stale.exists()
     assert not shards.exists()
     assert {path.read_text() for path in (*theirs, Path("run/notes.txt"))} == {"precious"}
+
+
+def test_a_demo_does_not_share_the_folder_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run").mkdir()
+    Path("run/metrics.jsonl").write_text("of a run\n")
+    assert lawa("demo", "-o", "run", "--epochs", "1", "--k", "1") == 1
+    assert "metrics.jsonl" in capsys.readouterr().err
+    assert [path.name for path in Path("run").iterdir()] == ["metrics.jsonl"]
