@@ -216,7 +216,8 @@ class SpikeRescue:
     def reset(self) -> None:
         """Forget the losses: another run begins, or the loss has changed for a good reason.
 
-        Snapshots in the window count as good again after the next normal loss.
+        Snapshots in the window count as good again after the next normal loss; a spike before that
+        drops them.
         """
         self._losses.clear()
         self._num_high = self._num_good = self._num_in_vain = self.num_rescues = 0

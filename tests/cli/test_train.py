@@ -89,9 +89,9 @@ def test_what_is_asked_for_goes_before_the_smoke_values(
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["no-such-recipe"], 2, "No such command"),
+        (["no-such-recipe"], 2, "choose from cifar100-resnet34, digits"),
         (["digits", "--ks", "two"], 2, "is not a list"),
-        (["digits", "--ks", "0"], 2, "--ks [0]"),
+        (["digits", "--ks", "0"], 2, "--ks 0"),
         (["digits", "--learning-rate", "-1"], 2, "--learning-rate -1.0"),
         (["digits", "--optimizer", "rmsprop"], 2, "rmsprop"),
         (["digits", "--coefficients", "best"], 2, "coefficients 'best'"),
@@ -181,8 +181,19 @@ def test_what_a_recipe_does_not_measure_is_refused_before_training(
 ) -> None:
     assert lawa(*DIGITS, *words, "-o", "run") == 2
     assert said in capsys.readouterr().err
-    assert not list(Path("run").glob("*"))
+    assert not Path("run").exists()
     assert lawa(*DIGITS, "--until", "test_accuracy=0.1", "-o", "run") == 0  # the folder is free
+
+
+def test_a_refused_landing_leaves_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*DIGITS, "--schedule", "constant", "--land", "0.2", "-o", "all/run", "--budgets"]
+    assert lawa(*words, "1,2", "--choose-window") == 2  # known when the data is loaded
+    assert not Path("all").exists()
+    assert lawa(*words, "1,2") == 0
+    before = sorted(Path().rglob("*"))
+    assert lawa(*words, "1,2,2.1", "--resume") == 2
+    assert "would start before that" in capsys.readouterr().err
+    assert sorted(Path().rglob("*")) == before
 
 
 def test_a_reached_target_is_told_again(capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,6 +235,23 @@ def test_a_mistake_neither_costs_nor_leaves_a_run(capsys: pytest.CaptureFixture[
     assert lawa(*cifar, "--overwrite", "--ks", "60") == 2
     assert "never be full" in capsys.readouterr().err
     assert metrics.read_text() == before
+
+
+def test_a_budget_that_is_too_short_is_refused_before_the_others_are_trained(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert lawa(*DIGITS, "--ks", "3", "--budgets", "4,2", "-o", "run") == 2
+    assert "takes 2 snapshots" in capsys.readouterr().err
+    assert not Path("run").exists()
+
+
+def test_each_recipe_names_the_data_that_it_wants(capsys: pytest.CaptureFixture[str]) -> None:
+    for recipe, said in (
+        ("wikipedia-decoder", "Wikipedia"),
+        ("wikitext103-roberta", "WikiText-103"),
+    ):
+        assert lawa("train", recipe, "--data", "nowhere") == 1
+        assert said in capsys.readouterr().err
 
 
 def test_runs_that_reports_tell_apart_have_folders_of_their_own() -> None:
@@ -343,3 +371,11 @@ def test_overwrite_removes_only_files_of_the_run(capsys: pytest.CaptureFixture[s
     assert not stale.exists()
     assert not shards.exists()
     assert {path.read_text() for path in (*theirs, Path("run/notes.txt"))} == {"precious"}
+
+
+def test_a_demo_does_not_share_the_folder_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run").mkdir()
+    Path("run/metrics.jsonl").write_text("of a run\n")
+    assert lawa("demo", "-o", "run", "--epochs", "1", "--k", "1") == 1
+    assert "metrics.jsonl" in capsys.readouterr().err
+    assert [path.name for path in Path("run").iterdir()] == ["metrics.jsonl"]

@@ -159,8 +159,9 @@ def _show(folders: list[Path], output: Path, begin: float, *, as_json: bool) -> 
     for metric, frontier in frontiers[:1]:
         console.print(f"\n{words.plain(metric.name)} at equal budget", style="bold")
         console.print(equal_budget_table(metric, frontier))
-        console.print("Budget at equal quality", style="bold")
+        console.print("\nBudget at equal quality", style="bold")
         console.print(equal_quality_table(metric, frontier))
+        console.print()
     for _, frontier in frontiers[:1]:
         lengths = [point.budget for point in frontier.annealed]
         console.print(
@@ -197,7 +198,8 @@ def _draw(runs: "Sequence[Run]", report: "Report", output: Path) -> str | None:
 def _check(output: Path, overwrite: bool) -> None:
     """Refuse a folder that holds something else, or an earlier demo that may not be replaced."""
     files = (output / _CONFIG, output / f"{_FIGURE}.png")
-    there = [p.name for p in (*files, *output.glob(_RUNS)) if p.exists()]
+    run = (output / "config.json", output / "metrics.jsonl")  # its rows would join those of a run
+    there = [p.name for p in (*files, *run, *output.glob(_RUNS)) if p.exists()]
     if _is_demo(output / _CONFIG):
         if not overwrite:
             raise LawaError(

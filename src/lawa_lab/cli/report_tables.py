@@ -1,9 +1,12 @@
 """A report in the terminal: tables that fit 80 columns, and show more on a wider terminal.
 
-A metric with a frontier is about a screen: its headline and its two tables. Everything else, such
-as every average of each run, is on the page and in the JSON.
+About a screen for two metrics. With a frontier these are its headline and its two tables; for
+single runs, what the main average saved and the last value of every average. Everything else, such
+as other baselines, is on the page and in the JSON.
 """
 
+import dataclasses
+import itertools
 import textwrap
 from collections.abc import Sequence
 
@@ -15,10 +18,10 @@ from rich.text import Text
 
 from lawa_lab.report import frontier_words, words
 from lawa_lab.report.curves import Axis, Metric
-from lawa_lab.report.frontier import EqualBudget, Frontier
+from lawa_lab.report.frontier import Frontier
 from lawa_lab.report.page_tables import best_values, quality_cells
 from lawa_lab.report.savings import Mean, Saving
-from lawa_lab.report.summary import MainRow, MetricReport, RecipeReport, Report, RunRow, WindowRow
+from lawa_lab.report.summary import MainRow, MetricReport, RecipeReport, Report, WindowRow
 from lawa_lab.report.words import say_axis, say_duration, say_mean, say_number, say_value
 
 __all__ = [
@@ -33,16 +36,17 @@ __all__ = [
 RAW_STYLE, AVERAGED_STYLE = "dark_orange", "dodger_blue1"
 _WIDE = 100  # columns from which on the range over seeds and the steps are shown too
 _DEFINITIONS = (
-    "Largest: the largest saving at any value that both reached in every seed; a maximum, so it is "
-    "optimistic. Final, best: the saving at the baseline's own last and best value, each seed with "
-    "its own. ±: standard deviation over seeds. Time includes every cost of averaging. The page "
-    "(-o) defines each number."
+    "Largest: at any value that both reached in every seed; a maximum, so it is optimistic. Final, "
+    "best: at the baseline's own last and best value, each seed with its own. ±: standard "
+    "deviation over seeds. Time includes every cost of averaging. Other baselines, best values, "
+    "costs, figures and all definitions are on the page: -o FOLDER. --json prints everything."
 )
 _NOT_SHOWN = (
     "Time saved includes every cost of averaging. All other tables (every average, raw weights, "
     "forecasts, where averaging lost), the figures and definitions are on the page: -o FOLDER. "
     "`lawa report RUN` prints the tables of one run, and --json prints everything."
 )
+_CONSTANT, _ITS = "constant rate", "its average"
 _WHAT = {"headline": "largest", "final": "final", "best": "best"}
 
 
@@ -52,11 +56,12 @@ def show_report(report: Report, console: Console) -> None:
         for metric in recipe.metrics:
             title = f"{recipe.recipe}: {words.plain(metric.metric.name)}"
             console.rule(Text(title, style="bold"), align="left", style="dim")
-            console.print()
             if metric.frontier is not None:
                 _show_frontier(metric.metric, metric.frontier, recipe, console)
             if not _compared(metric):
-                _show_runs(metric, recipe, console)
+                _show_savings(metric, recipe, console)
+        if alone := [metric for metric in recipe.metrics if not _compared(metric)]:
+            _show_averages(alone, recipe, console)
         for note in recipe.notes:
             say(console, note, bullet="- ")
     console.print()
@@ -72,45 +77,45 @@ def _compared(report: MetricReport) -> bool:
     return report.frontier is not None and report.frontier.headline is not None
 
 
-def _show_runs(report: MetricReport, recipe: RecipeReport, console: Console) -> None:
-    """What averaging saved inside each run."""
-    wide = console.width >= _WIDE
-    several = len({row.run for row in report.runs}) > 1
-    own = report.own()
+def _show_savings(report: MetricReport, recipe: RecipeReport, console: Console) -> None:
+    """What the main average of each run saved against its raw weights, and where it lost."""
+    own = list({row.averaged_run: row for row in reversed(report.own())}.values())[::-1]
     if report.frontier is not None:
         console.print("Inside one run\n", style="bold")
     if own:
         say(console, words.finding(recipe.recipe, report.metric, own[0]))
-    for row in own:
         console.print()
-        console.print(_caption(row, several), style="bold", markup=False)
-        _put(console, main_table(report.metric, row, wide=wide))
+    for row in own:
+        console.print(_caption(row, len(own) > 1), style="bold", markup=False)
+        _put(console, main_table(report.metric, row, wide=console.width >= _WIDE))
         for note in filter(None, [words.unmatched(row), *row.notes]):
             say(console, note)
     if report.across:
-        console.print()
         unit = say_axis(recipe.axis)
         console.print(
-            f"Averages against the raw weights of other runs ({unit} saved)", style="bold"
+            f"\nAverages against the raw weights of other runs ({unit} saved)", style="bold"
         )
         _put(console, _across_table(report.metric, report.across))
         for note in dict.fromkeys(note for row in report.across for note in row.notes):
             say(console, note)
-    console.print()
-    console.print(
-        f"Every average, against raw weights treated alike ({say_axis(recipe.axis)} saved)",
-        style="bold",
-    )
-    for run in dict.fromkeys(row.run for row in report.windows):
-        rows = [row for row in report.windows if row.run == run]
-        title = run if several else None
-        _put(console, _window_table(report.metric, recipe.axis, rows, title=title, wide=wide))
-    console.print("Raw weights", style="bold")
-    _put(console, _run_table(report.metric, report.runs, several=several, wide=wide))
-    console.print("Where averaging lost", style="bold")
     for sentence in report.losses:
         say(console, sentence, bullet="- ")
     console.print()
+
+
+def _show_averages(metrics: Sequence[MetricReport], recipe: RecipeReport, console: Console) -> None:
+    """Raw weights and every average at the end of each run; a table for each run."""
+    wide = console.width >= _WIDE
+    shown = [metric for metric in metrics if wide or any(metric is one for one in recipe.shown)]
+    named = [(*(r.run for r in m.runs), *(r.run for r in m.windows)) for m in shown]
+    runs = dict.fromkeys(itertools.chain(*named))
+    unit = say_axis(recipe.axis)
+    title = f"At the end, and {unit} saved at most against raw weights treated alike"
+    console.print(title, style="bold")
+    for run in runs:
+        if len(runs) > 1:
+            console.print(run, markup=False)
+        _put(console, _averages_table(shown, recipe.axis, run, wide=wide))
 
 
 def _show_frontier(
@@ -124,12 +129,14 @@ def _show_frontier(
     _put(console, equal_budget_table(metric, frontier, wide=console.width >= _WIDE))
     if any(row.main for row in frontier.equal_quality):
         unit = say_axis(frontier.axis)
-        title = f"Budget at equal quality ({unit} until the average has the final value, by seed)"
+        title = f"Budget at equal quality ({unit} to the final value; each seed, if they differ)"
         console.print(title, style="bold")
-        _put(console, equal_quality_table(metric, frontier))
-    for note in frontier_words.notes(metric, frontier):
+        _put(console, equal_quality_table(metric, frontier, wide=console.width >= _WIDE))
+    notes = frontier_words.notes(metric, frontier)
+    for note in notes:
         say(console, note)
-    console.print()
+    if notes:
+        console.print()
 
 
 def equal_budget_table(metric: Metric, frontier: Frontier, *, wide: bool = False) -> Table:
@@ -139,35 +146,44 @@ def equal_budget_table(metric: Metric, frontier: Frontier, *, wide: bool = False
     for budget in frontier.budgets:
         table.add_column(say_number(budget), justify="right")
     best = best_values(metric, frontier)
+    before = ""
     for row in frontier.equal_budget:
+        label, constant = row.label, row.kind in ("anytime", "raw")
+        if constant and before != _CONSTANT:
+            table.add_row(_CONSTANT)
+        label = f"  {label}" if constant else _below(label, before)
+        before = _CONSTANT if constant else row.label
         cells = []
         for value, top in zip(row.values, best, strict=True):
             mean = None if value is None else value.mean
             text = say_mean(metric, value) if wide else say_value(metric, mean)
             cells.append(f"[bold]{text}[/bold]" if mean is not None and mean == top else text)
-        table.add_row(escape(_name(row)), *cells)
+        table.add_row(escape(label), *cells)
     return table
 
 
-def equal_quality_table(metric: Metric, frontier: Frontier) -> Table:
-    """One row per annealed run: where the main average has its final quality, seed by seed."""
+def equal_quality_table(metric: Metric, frontier: Frontier, *, wide: bool = False) -> Table:
+    """One row per annealed run: where the main average has its final quality."""
     rows = [row for row in frontier.equal_quality if row.main]
     timed = any(row.saving.seconds for row in rows)
-    counted = any(row.saving.gpu_hours for row in rows)
+    counted = any(row.saving.gpu_hours for row in rows) and (wide or not timed)
     table = _table()
     table.add_column("annealed run")
-    heads = ["final", "its length", "reached at", "saved"]
-    for name in [*heads, *["time saved"] * timed, *["GPU-h"] * counted]:
+    heads = ["final", "length", "reached at", "saved", *["time"] * timed, *["GPU-h"] * counted]
+    for name in heads:
         table.add_column(name, justify="right")
+    before = ""
     for row in rows:
-        cells = quality_cells(metric, frontier, row, timed=timed, hours=counted)
-        del cells[4]  # what is saved is given in percent
-        table.add_row(*map(escape, cells))
+        name, *cells = quality_cells(metric, frontier, row, timed=timed, hours=counted)
+        del cells[3]  # what is saved is given in percent
+        table.add_row(*map(escape, (_below(name, before), *cells)))
+        before = name
     return table
 
 
-def _name(row: EqualBudget) -> str:
-    return f"constant rate, {row.label}" if row.kind in ("anytime", "raw") else row.label
+def _below(label: str, before: str) -> str:
+    """A label, shorter below that of the run whose average it is."""
+    return f"  {_ITS}" if label == f"{before}, {_ITS}" else label
 
 
 def _caption(row: MainRow, several: bool) -> str:
@@ -189,9 +205,12 @@ def main_table(metric: Metric, row: MainRow, *, wide: bool = False) -> Table:
     heads = ["saved", "", *["range"] * ranged, *["steps"] * steps, *["time"] * timed]
     for name in [*heads, *["GPU-h"] * counted]:
         table.add_column(name, justify="right")
-    for saving in row.savings:
+    savings = {_WHAT[saving.what]: saving for saving in row.savings}
+    if dataclasses.replace(row.best, what="final") == row.final:
+        savings = {"final, best" if n == "final" else n: savings[n] for n in savings if n != "best"}
+    for what, saving in savings.items():
         amount = saving.on(row.axis)
-        cells = [f"{_WHAT[saving.what]} {say_value(metric, saving.target)}"]
+        cells = [f"{what} {say_value(metric, saving.target)}"]
         if amount is None or saving.num_both < saving.num_seeds:
             # A mean would leave some seeds out.
             by_seed = ", ".join(words.say_saved(s.saved) for s in saving.by_seed)
@@ -235,74 +254,54 @@ def _saved(saving: Saving | None, axis: Axis) -> str:
     return f"{say_number(amount.saved.mean)}{some}"
 
 
-def _window_table(
-    metric: Metric, axis: Axis, rows: Sequence[WindowRow], *, title: str | None, wide: bool
-) -> Table:
-    table = _table(title=title)
-    methods = len({row.series.weights for row in rows}) > 1
-    rules = len({row.series.coefficients for row in rows} - {None}) > 1
-    treated = len({row.series.batch_norm for row in rows}) > 1
-    roomy = wide or not (rules and treated)
-    timed = roomy and any(row.charged_seconds for row in rows)
-    if methods:
-        table.add_column("method")
+def _averages_table(metrics: Sequence[MetricReport], axis: Axis, run: str, *, wide: bool) -> Table:
+    """One row for the raw weights and for each average of a run, two columns per metric."""
+    raw = [{row.series: row for row in m.runs if row.run == run} for m in metrics]
+    averaged = [{row.series: row for row in m.windows if row.run == run} for m in metrics]
+    series = list(dict.fromkeys(itertools.chain(*raw, *averaged)))
+    rules = len({each.coefficients for each in series if each.averaged} - {None}) > 1
+    treated = len({each.batch_norm for each in series}) > 1
+    table = _table()
+    table.add_column("weights")
     table.add_column("k", justify="right")
     for name in ["coefficients"] * rules + ["BatchNorm"] * treated:
         table.add_column(name)
-    heads = ["saved", "at the end", *["best"] * roomy, "behind", *["worst by"] * wide]
-    for name in [*heads, *["cost"] * timed]:
-        table.add_column(name, justify="right")
-    for row in rows:
-        worst = "-" if row.worst is None else words.say_difference(metric, row.worst.worst_by)
-        cells = ["window" if row.series.weights == "averaged" else row.series.weights] * methods
-        cells += ["-" if row.series.k is None else str(row.series.k)]
-        cells += [str(row.series.coefficients or "-")] * rules
-        cells += [row.series.batch_norm or "-"] * treated
-        cells += [_largest(row, axis), say_mean(metric, row.final)]
-        cells += [say_value(metric, _mean(row.best))] * roomy
-        cells += [f"{row.num_behind}/{row.num_compared}", *[worst] * wide]
-        cells += [say_duration(_mean(row.charged_seconds))] * timed
-        table.add_row(*map(escape, cells), style="bold" if row.default else None)
+    for metric in metrics:
+        table.add_column(words.plain(metric.metric.name), justify="right")
+        table.add_column("saved", justify="right")
+    for each in series:
+        cells = ["average" if each.weights == "averaged" else each.weights]
+        cells += ["-" if each.k is None else str(each.k)]
+        cells += [str(each.coefficients or "-")] * rules
+        cells += [each.batch_norm or "running"] * treated
+        default = False
+        for metric, ends, windows in zip(metrics, raw, averaged, strict=True):
+            row = windows.get(each) or ends.get(each)
+            final = None if row is None else row.final
+            cells.append((say_mean if wide else _say_value)(metric.metric, final))
+            window = windows.get(each)
+            cells.append("-" if window is None else _largest(window, axis))
+            default = default or (window is not None and window.default)
+        table.add_row(*map(escape, cells), style="bold" if default else None)
     return table
 
 
-def _run_table(metric: Metric, rows: Sequence[RunRow], *, several: bool, wide: bool) -> Table:
-    table = _table()
-    treated = len({row.series.batch_norm for row in rows}) > 1
-    for name in ["run"] * several + ["BatchNorm"] * treated:
-        table.add_column(name)
-    for name in ["at the end", "best", "seeds", *["epochs", "steps"] * wide, "training"]:
-        table.add_column(name, justify="right")
-    if wide:
-        table.add_column("device")
-    for row in rows:
-        cells = [row.run] * several + [row.series.batch_norm or "running"] * treated
-        best = say_mean(metric, row.best) if wide else say_value(metric, _mean(row.best))
-        cells += [say_mean(metric, row.final), best, str(len(row.seeds))]
-        cells += [say_number(_mean(row.epochs)), say_number(_mean(row.steps))] if wide else []
-        cells += [say_duration(_mean(row.train_seconds))]
-        number = f"{row.num_devices} × " if row.num_devices not in (None, 1) else ""
-        cells += [f"{number}{row.device or '-'}"] * wide
-        table.add_row(*map(escape, cells))
-    return table
-
-
-def _table(title: str | None = None) -> Table:
+def _table() -> Table:
     return Table(
-        title=None if title is None else Text(title),
-        title_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
+        show_edge=False,
         collapse_padding=True,
         header_style="bold",
     )
 
 
 def _put(console: Console, table: Table) -> None:
-    """On a narrow terminal, words are broken rather than cut off."""
+    """A table and an empty line. On a narrow terminal, words are broken rather than cut off."""
     for column in table.columns:
         column.overflow = "fold"
     console.print(table)
+    console.print()
 
 
 def _largest(row: WindowRow, axis: Axis) -> str:
@@ -322,8 +321,8 @@ def _plus_minus(number: Mean) -> str:
     return say_number(number.mean) + ("" if number.sd is None else f" ± {say_number(number.sd)}")
 
 
-def _mean(number: Mean | None) -> float | None:
-    return None if number is None else number.mean
+def _say_value(metric: Metric, number: Mean | None) -> str:
+    return say_value(metric, None if number is None else number.mean)
 
 
 def say(console: Console, sentence: str, bullet: str = "") -> None:

@@ -3,12 +3,13 @@
 Every registered recipe is a command, and every field of its configuration is an option.
 """
 
+import contextlib
 import dataclasses
 import json
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,14 @@ class _Recipes(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return _recipe(RECIPES[cmd_name]) if cmd_name in RECIPES else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if not name.startswith("-") and name not in RECIPES:
+            ctx.fail(f"no recipe {name!r}; choose from {', '.join(self.list_commands(ctx))}.")
+        return super().resolve_command(ctx, args)
 
 
 @click.command("train", cls=_Recipes)
@@ -271,21 +280,27 @@ def _run(plan: "RunPlan", path: Path, options: Mapping[str, Any]) -> int:
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     worker = choose_worker(options["device"])
-    if worker.rank == 0:  # before the data is loaded, which may take a while
-        for run in runs:
-            for part in run.parts:
-                part.folder.reserve(part.plan)
-    for run in runs:
-        code = _train_one(run, until, worker, options)
-        if code:
-            return code
+    with contextlib.ExitStack() as stack:
+        if worker.rank == 0:  # before the data is loaded, which may take a while
+            for run in runs:
+                for part in run.parts:
+                    stack.enter_context(part.folder.reserved(part.plan))
+        for number, run in enumerate(runs, start=1):
+            later = [other.plan for other in runs[number:]]
+            code = _train_one(run, later, until, worker, options)
+            if code:
+                return code
     if worker.rank == 0 and not options["as_json"]:
         click.echo(f"Finished. What averaging saved: lawa report {path}")
     return 0
 
 
 def _train_one(
-    run: "BudgetedRun", until: "Target | None", worker: "Worker", options: Mapping[str, Any]
+    run: "BudgetedRun",
+    later: "Sequence[RunPlan]",
+    until: "Target | None",
+    worker: "Worker",
+    options: Mapping[str, Any],
 ) -> int:
     from lawa_lab.cli.train_progress import show_run
     from lawa_lab.recipes.loop import train
@@ -301,6 +316,7 @@ def _train_one(
             save_minutes=options["save_minutes"],
             until=until,
             branches=run.branches,
+            later=later,
             callback=callback,
         )
     if worker.rank != 0:

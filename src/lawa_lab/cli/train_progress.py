@@ -18,6 +18,7 @@ from rich.progress import (
 from lawa_lab.recipes.config import TrainConfig
 from lawa_lab.recipes.evaluation import main_average
 from lawa_lab.recipes.loop import TrainingCallback
+from lawa_lab.recipes.quantization import is_rounded
 from lawa_lab.recipes.run_folder import RunPlan
 from lawa_lab.recipes.task import Worker
 from torch_lawa.metrics import Row
@@ -126,6 +127,6 @@ class _Lines(TrainingCallback):
 
 def _values(row: Row) -> dict[str, float]:
     """Held-out loss and accuracy; other values are only in the file."""
-    skipped = ("train_loss", "top5_accuracy", "bit_loss", "bit_accuracy")
-    ends = ("_loss", "_accuracy")
-    return {n: v for n, v in row.items() if n.endswith(ends) and not n.endswith(skipped)}
+    skipped = ("train_loss", "top5_accuracy")
+    names = [name for name in row if name.endswith(("_loss", "_accuracy"))]
+    return {n: row[n] for n in names if not n.endswith(skipped) and not is_rounded(n)}

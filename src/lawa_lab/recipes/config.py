@@ -156,7 +156,7 @@ class TrainConfig(abc.ABC):
             _check(name, getattr(self, name), metadata)
         if min(self.ks, default=0) < 1 or len(set(self.ks)) != len(self.ks):
             raise ConfigError(
-                f"ks={list(self.ks)}: give distinct whole numbers of at least 1, such as 6,10"
+                f"ks={_listed(self.ks)}: give distinct whole numbers of at least 1, such as 6,10"
             )
         if not self.coefficients or not self.batch_norm:
             raise ConfigError("coefficients and batch_norm: give at least one of each")
@@ -165,9 +165,11 @@ class TrainConfig(abc.ABC):
         if len({str(parse_method(text)) for text in self.methods}) != len(self.methods):
             raise ConfigError(f"methods={','.join(self.methods)}: name each method once")
         if any(epochs <= 0 for epochs in self.evaluate_at):
-            raise ConfigError(f"evaluate_at={list(self.evaluate_at)}: give positive numbers")
+            raise ConfigError(f"evaluate_at={_listed(self.evaluate_at)}: give positive numbers")
         if any(not 2 <= bits <= 16 for bits in self.quantize):
-            raise ConfigError(f"quantize={list(self.quantize)}: give numbers of bits from 2 to 16")
+            raise ConfigError(
+                f"quantize={_listed(self.quantize)}: give numbers of bits from 2 to 16"
+            )
         for policy in self.batch_norm:
             one_of("batch_norm", policy, ("re-estimated", "copied"))
         one_of("optimizer", self.optimizer, get_args(OptimizerName))
@@ -212,6 +214,11 @@ def _metadata(cls: type[TrainConfig], name: str) -> Mapping[str, Any]:
             found: Mapping[str, Any] = item.metadata
             return found
     raise TypeError(f"{cls.__name__}.{name}: give the field a help text with setting()")
+
+
+def _listed(values: tuple[float, ...]) -> str:
+    """As it is typed."""
+    return ",".join(f"{value:g}" for value in values)
 
 
 def _check(name: str, value: Any, bounds: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 
 from lawa_lab.methods.ring import RingAverage
 from lawa_lab.recipes.config import TrainConfig
-from lawa_lab.recipes.quantization import quantized
+from lawa_lab.recipes.quantization import quantized, rounded_name
 from lawa_lab.recipes.task import Task
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.averager_protocol import Averager
@@ -84,8 +84,7 @@ class Evaluation:
             with quantized(self._model, bits):
                 rounded = self._task.evaluate(self._forward)
             for name, value in rounded.items():
-                head, _, kind = name.rpartition("_")
-                values[f"{head}_{bits}bit_{kind}"] = value
+                values[rounded_name(name, bits)] = value
         return values
 
     def _chosen(self, rows: list[Row], search: WindowSearch) -> Row:

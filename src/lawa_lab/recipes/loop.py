@@ -130,6 +130,7 @@ def train(
     save_minutes: float = 10.0,
     until: Target | None = None,
     branches: Sequence[Branch] = (),
+    later: Sequence[RunPlan] = (),
     callback: TrainingCallback | None = None,
 ) -> Outcome:
     """Train a recipe in its folder; resumes from the folder's checkpoint, if there is one.
@@ -141,6 +142,7 @@ def train(
 
     The `branches` are landings of this constant-rate run: each is trained when the run reaches the
     step where its rate begins to fall, and ends with the bits that a run of its own would have.
+    Plans that are trained `later`, on the same data with other lengths, are checked now.
     """
     if branches and parallel == "fsdp":  # now, not when the first of them is due
         raise ConfigError(
@@ -157,6 +159,8 @@ def train(
             until.check(task.metrics)
         stop = stack.enter_context(stop_request())
         trainer = Trainer(plan, task, worker, compile=compile, parallel=parallel)
+        for other in later:
+            trainer.check(other.config)
         if worker.rank == 0:
             folder.begin(plan, world_size=worker.world_size)
         worker.barrier("the beginning of the run")

@@ -1,12 +1,13 @@
 """Round-to-nearest quantisation of a model's weights, to see how much quality survives it."""
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["quantized"]
+__all__ = ["is_rounded", "quantized", "rounded_name"]
 
 
 @contextlib.contextmanager
@@ -29,6 +30,21 @@ def quantized(model: nn.Module, bits: int) -> Iterator[None]:
     finally:
         torch._foreach_copy_(matrices, own)
         torch.clear_autocast_cache()
+
+
+def rounded_name(metric: str, bits: int) -> str:
+    """The name of a metric of rounded weights.
+
+    >>> rounded_name("test_loss", 8)
+    'test_8bit_loss'
+    """
+    head, _, kind = metric.rpartition("_")
+    return f"{head}_{bits}bit_{kind}"
+
+
+def is_rounded(metric: str) -> bool:
+    """Whether a metric is one of rounded weights."""
+    return re.search(r"_[0-9]+bit_", metric) is not None
 
 
 def _rounded(weight: Tensor, bits: int) -> Tensor:

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from lawa_lab.recipes.config import TrainConfig
+from lawa_lab.recipes.quantization import is_rounded
 from lawa_lab.recipes.registry import find_recipe
 from torch_lawa._version import __version__
 from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
 from torch_lawa.checkpoints.storage.atomic import TEMPORARY, publish, recover_all, remove, replacing
 from torch_lawa.errors import ConfigError, LawaError, StateError
-from torch_lawa.metrics import read_metrics
+from torch_lawa.metrics import Row, read_metrics
 from torch_lawa.system_errors import unwrapped_errors
 from torch_lawa.validation import DAMAGE
 
@@ -83,7 +84,10 @@ class RunPlan:
             name: tuple(value) if isinstance(value, list) else value
             for name, value in values["hyperparameters"].items()
         }
-        config = find_recipe(values["recipe"])(**given)
+        recipe = find_recipe(values["recipe"])
+        if unknown := sorted(given.keys() - recipe.settings().keys()):
+            raise ValueError(f"it does not know the settings {', '.join(unknown)}")
+        config = recipe(**given)
         return cls(config=config, seed=values["seed"], data=values["data"], smoke=values["smoke"])
 
 
@@ -131,10 +135,21 @@ class RunFolder:
             path.unlink()
         self.config.unlink(missing_ok=True)
 
-    def reserve(self, plan: RunPlan) -> None:
-        """Create the folder, unless it contains a run that this one may not continue or replace."""
+    @contextlib.contextmanager
+    def reserved(self, plan: RunPlan) -> Iterator[None]:
+        """Create the folder for the block, and remove it after that if it is still empty.
+
+        Raises if it contains a run that this one may not continue or replace.
+        """
         self._check(plan)
+        made = [path for path in (self.path, *self.path.parents) if not path.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # it is not empty
+                for path in made:
+                    path.rmdir()
 
     def begin(self, plan: RunPlan, *, world_size: int) -> None:
         """Prepare the folder for training: resume its run, or clear it and write the plan."""
@@ -202,7 +217,8 @@ class RunFolder:
             ) from None
         except DAMAGE as error:
             raise ConfigError(
-                f"{self.config}: not a configuration of this version of `lawa train` ({error})."
+                f"{self.config}: not a configuration of this version of `lawa train` ({error}). "
+                "Resume with the version that wrote it, or choose another folder with -o."
             ) from None
 
     def require_same(self, plan: RunPlan) -> None:
@@ -248,7 +264,8 @@ class RunFolder:
     def cut(self, step: int, *, epochs: float) -> None:
         """Drop rows and snapshots after `step`, which the resumed run writes again.
 
-        Rows name the length of the run, so those of an extended run get the new one.
+        Rows name the length of the run, so those of an extended run get the new one. Values of
+        rounded weights (`--quantize`) are those of the end of a run: the old end loses them.
         """
         self._cut_metrics(step, epochs)
         self._cut_trajectory(step)
@@ -257,7 +274,7 @@ class RunFolder:
         if not self.metrics.exists():
             return
         rows = [
-            {**row, "budget_epochs": epochs} if "budget_epochs" in row else row
+            _lengthened(row, epochs)
             for row in read_metrics(self.metrics)
             if (row.get("step") or 0) <= step
         ]
@@ -280,6 +297,14 @@ class RunFolder:
         """The files that `save_snapshot` wrote, and their steps."""
         found = [(path, _SNAPSHOT.fullmatch(path.name)) for path in self.trajectory.glob("step-*")]
         return [(path, int(match[1])) for path, match in found if match]
+
+
+def _lengthened(row: Row, epochs: float) -> Row:
+    """The row as a run of that many epochs would have written it."""
+    if row.get("budget_epochs", epochs) == epochs:
+        return row
+    whole = {name: value for name, value in row.items() if not is_rounded(name)}
+    return {**whole, "budget_epochs": epochs}
 
 
 def _others(folder: Path) -> list[str]:

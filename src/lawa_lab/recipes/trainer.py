@@ -15,6 +15,7 @@ from lawa_lab.methods.fitting import Fitted, FittingData
 from lawa_lab.methods.registry import RingMethod, parse_method
 from lawa_lab.methods.schedule_free import ScheduleFreeAverage
 from lawa_lab.methods.stopwatch import Stopwatch
+from lawa_lab.recipes.config import TrainConfig
 from lawa_lab.recipes.evaluation import Evaluation, averages_of
 from lawa_lab.recipes.learning_rate import learning_rate
 from lawa_lab.recipes.optimizers import build_optimizer
@@ -56,12 +57,12 @@ class Trainer:
         self.config = config = plan.config
         self.num_steps = self.count_steps(config.epochs)
         self._evaluated_at = {self.count_steps(epochs) for epochs in config.evaluate_at}
-        self.nu = config.nu or max(task.num_batches, 1)  # `_check` refuses 0 batches
+        self.nu = config.nu or max(task.num_batches, 1)  # `check` refuses 0 batches
         self.schedule: Schedule = Every(self.nu)
         if config.horizon is not None:
             window = max(config.ks) * config.samples
             self.schedule = Horizon(config.horizon, k=window, start=config.warmup_steps)
-        self._check()
+        self.check(config)
         cuda = worker.device.type == "cuda"
         torch.manual_seed(mixed_seed(plan.seed, _MODEL))
         self.model = task.build_model().to(worker.device)
@@ -380,8 +381,9 @@ class Trainer:
             return contextlib.nullcontext()
         return torch.autocast("cuda", torch.bfloat16)
 
-    def _check(self) -> None:
-        config, world_size = self.config, self.worker.world_size
+    def check(self, config: TrainConfig) -> None:
+        """Raise if settings, of this run or one of another length, do not suit data and ranks."""
+        world_size = self.worker.world_size
         if self.task.num_batches < 1:
             raise ConfigError(
                 f"batch_size={config.batch_size}: the training data has fewer examples than that."
@@ -390,7 +392,7 @@ class Trainer:
             raise ConfigError(
                 f"batch_size={config.batch_size}: not a multiple of the {world_size} processes."
             )
-        num_snapshots = self.schedule.expected(range(1, self.num_steps + 1))
+        num_snapshots = self.schedule.expected(range(1, self.count_steps(config.epochs) + 1))
         if num_snapshots is not None:
             num_snapshots //= config.samples
         if num_snapshots == 0 and config.horizon is not None:

@@ -116,7 +116,7 @@ def _places(metric: Metric, found: Sequence[Lead], axis: Axis) -> str:
 
 
 def reached(row: EqualQuality, axis: Axis) -> str:
-    """Where the average has the quality of an annealed run: the mean, then the seeds.
+    """Where the average has the quality of an annealed run: the mean, then seeds that differ.
 
     A mean is given only if all seeds reached it.
     """
@@ -126,7 +126,7 @@ def reached(row: EqualQuality, axis: Axis) -> str:
     amount = row.saving.on(axis)
     if None in places or amount is None:
         return ", ".join("not reached" if p is None else say_saved(p) for p in places)
-    seeds = f" ({', '.join(map(say_number, places))})" if len(places) > 1 else ""
+    seeds = f" ({', '.join(map(say_number, places))})" if len(set(places)) > 1 else ""
     return f"{say_number(amount.averaged_at.mean)}{seeds}"
 
 

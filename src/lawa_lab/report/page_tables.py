@@ -85,7 +85,9 @@ def _equal_quality(
     axis = frontier.axis
     timed = any(row.saving.seconds for row in rows)
     hours = any(row.saving.gpu_hours for row in rows)
-    reached = f"{words.say_axis(axis, 1)} at which the average reaches it (by seed)"
+    reached = (
+        f"{words.say_axis(axis, 1)} at which the average reaches it (by seed, if seeds differ)"
+    )
     head = ["annealed run", "final value", f"its {axis}s", reached]
     head += [f"{axis}s saved", "in %", *["time saved"] * timed, *["GPU-hours saved"] * hours]
     labels = dict.fromkeys(row.average for row in rows)

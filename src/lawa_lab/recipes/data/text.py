@@ -8,38 +8,40 @@ from pathlib import Path
 
 from torch_lawa.errors import DataError
 
-__all__ = ["check_text", "find_text", "read_text", "smoke_text"]
+__all__ = ["WIKITEXT", "check_text", "find_text", "read_text", "smoke_text"]
 
 _FOLDERS = (".", "wikitext-103", "wikitext-103-raw", "wikipedia")
 _NAMES = ("wiki.{}.tokens", "wiki.{}.raw", "wiki.{}.txt", "{}.txt")
+WIKITEXT = (
+    "contains no WikiText-103 (wiki.train.tokens and wiki.valid.tokens; .raw and .txt work too). "
+    "Download the data set of Merity et al. (2016), wikitext-103-raw-v1.zip or "
+    "wikitext-103-v1.zip, or save the splits of Salesforce/wikitext (wikitext-103-raw-v1) from "
+    "the Hugging Face Hub as wiki.train.txt and wiki.valid.txt. Put the files into this folder "
+    "or its subfolder wikitext-103, or pass their folder with --data. Any other UTF-8 text of "
+    "that name works."
+)
 _PIECE = 2**20  # bytes; longer lines are read in pieces
 
 
-def find_text(folder: Path, splits: Sequence[str] = ("train", "valid")) -> dict[str, Path]:
+def find_text(
+    folder: Path, splits: Sequence[str] = ("train", "valid"), *, missing: str = WIKITEXT
+) -> dict[str, Path]:
     """The files of the splits, all of one kind and in one folder: this one or a usual subfolder.
 
     Kinds are `wiki.train.tokens` (WikiText-103 as published), `wiki.train.raw`, `wiki.train.txt`
-    and `train.txt`; the first complete kind is used.
+    and `train.txt`; the first complete kind is used. Without one, an error says what is `missing`.
     """
     incomplete = ""
     for parent in (folder / name for name in _FOLDERS):
         for name in _NAMES:
             files = {split: parent / name.format(split) for split in splits}
-            missing = [path for path in files.values() if not path.is_file()]
-            if not missing:
+            absent = [path for path in files.values() if not path.is_file()]
+            if not absent:
                 return files
-            if len(missing) < len(files) and not incomplete:
-                there = next(path for path in files.values() if path not in missing)
-                incomplete = f" {there} exists, but {missing[0]} does not."
-    wanted = " and ".join(f"wiki.{split}.tokens" for split in splits)
-    raise DataError(
-        f"{folder}: contains no WikiText-103 ({wanted}; .raw and .txt work too).{incomplete} "
-        "Download the data set of Merity et al. (2016), wikitext-103-raw-v1.zip or "
-        "wikitext-103-v1.zip, or save the splits of Salesforce/wikitext (wikitext-103-raw-v1) from "
-        "the Hugging Face Hub as wiki.train.txt and wiki.valid.txt. Put the files into this folder "
-        "or its subfolder wikitext-103, or pass their folder with --data. Any other UTF-8 text of "
-        "that name works."
-    )
+            if len(absent) < len(files) and not incomplete:
+                there = next(path for path in files.values() if path not in absent)
+                incomplete = f" {there} exists, but {absent[0]} does not."
+    raise DataError(f"{folder}: {missing}{incomplete}")
 
 
 def check_text(path: Path) -> str:

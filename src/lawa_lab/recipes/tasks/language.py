@@ -16,6 +16,12 @@ from torch_lawa.errors import DataError
 
 __all__ = ["LanguageTask", "load_language_tokens"]
 
+_MISSING = (
+    "contains no text (wiki.train.txt and wiki.valid.txt, and wiki.test.txt if there is one). "
+    "Write articles of Wikipedia, or any other UTF-8 text, into files of these names, and pass "
+    "their folder with --data, or put them into the folder data, which is the default."
+)
+
 
 class LanguageTask:
     """Batches are token ids and, one position later, the tokens to predict."""
@@ -93,7 +99,7 @@ def load_language_tokens(config: DecoderConfig, data: Path | None, *, smoke: boo
     try:
         files = find_text(folder, ("train", "valid", "test"))
     except DataError:
-        files = find_text(folder)
+        files = find_text(folder, missing=_MISSING)
     return load_tokens(files, config.vocabulary)
 
 

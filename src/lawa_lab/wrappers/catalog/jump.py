@@ -40,7 +40,7 @@ class Jump(Wrapper):
 
 class _JumpSteps(BuiltWrapper):
     vectors = ("before",)
-    numbers = ("num_steps", "jumps", "returns", "trial", "loss_before", "loss_since")
+    numbers = ("num_steps", "jumps", "returns", "trial", "loss_before", "num_before", "loss_since")
 
     def __init__(self, settings: Jump, run: WrappedRun) -> None:
         self._every, self._patience = int(settings.every), int(settings.patience)
@@ -49,6 +49,7 @@ class _JumpSteps(BuiltWrapper):
         self.num_steps = self.jumps = self.returns = 0
         self.trial = False  # whether the last jump may still be undone
         self.loss_before = self.loss_since = 0.0  # sums over `patience` steps
+        self.num_before = 0  # fewer, if a rescue came between them
 
     @property
     def facts(self) -> dict[str, int]:
@@ -64,16 +65,18 @@ class _JumpSteps(BuiltWrapper):
                 self._decide()
         if left < self._patience:
             self.loss_before += self._run.mean_loss()
+            self.num_before += 1
         if left == 0:
             self._jump()
 
     def restart(self) -> None:
         self.trial = False
         self.loss_before = self.loss_since = 0.0
+        self.num_before = 0
 
     def _jump(self) -> None:
         if not self._run.averager.ready:
-            self.loss_before = 0.0
+            self.restart()
             return
         self.before.copy_(self._run.weights)
         self._run.go_to_average()
@@ -83,7 +86,7 @@ class _JumpSteps(BuiltWrapper):
             self._run.reset_optimizer()
 
     def _decide(self) -> None:
-        if self.loss_since > self.loss_before:
+        if self.loss_since * self.num_before > self.loss_before * self._patience:
             self._run.weights.copy_(self.before)
             self.returns += 1
             if self._reset:

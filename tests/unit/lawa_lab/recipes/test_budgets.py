@@ -64,7 +64,7 @@ def test_landings_of_a_sharded_run_are_refused_before_it_trains(tmp_path: Path) 
 @pytest.mark.parametrize("stop", [-1, 10])
 def test_larger_budgets_are_added_to_a_constant_rate_run(stop: int, tmp_path: Path) -> None:
     """Finished or stopped, all rows are those of a run that had every budget from the start."""
-    plan = landing_plan(quantize=())  # the rows of a run's end have more values with it
+    plan = landing_plan()
     train_budgets(plan, [1.5, 1], tmp_path / "added", stop_at=stop)
     train_budgets(plan, [1, 1.5, 3], tmp_path / "added")
     train_budgets(plan, [3, 1.5, 1], tmp_path / "whole")

@@ -269,6 +269,15 @@ def test_only_the_length_may_change(tmp_path: Path) -> None:
         run(longer, tmp_path)
 
 
+def test_a_run_of_another_version_names_the_settings(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_plan(smoke_plan("digits"), {})
+    text = folder.config.read_text()
+    folder.config.write_text(text.replace('"batch_norm_batches"', '"calibration_batches"'))
+    with pytest.raises(ConfigError, match=r"settings calibration_batches.*that wrote it"):
+        folder.read_plan()
+
+
 def test_a_plan_returns_from_its_file(tmp_path: Path) -> None:
     for recipe in RECIPES:
         plan = smoke_plan(recipe)

@@ -381,6 +381,15 @@ def test_a_rescue_makes_the_other_wrappers_start_anew() -> None:
     assert math.isfinite(float(trainer._loss))
 
 
+def test_a_rescue_before_a_jump_does_not_undo_the_jump() -> None:
+    """The sum of fewer losses was compared with that of `patience` losses after the jump."""
+    wrap = ("rescue:9:3:1:0", "jump:8:3")
+    trainer = toy_trainer(wrap=wrap, poisoned=(6,))  # one of the three steps before the jump
+    trainer._wrapped.mean_loss = lambda: 1.0  # type: ignore[method-assign]
+    train_until(trainer, 14)
+    assert trainer._wrapped.facts == {"rescues": 1, "jumps": 1, "returns": 0}
+
+
 @pytest.mark.parametrize("bad", [10, 11, 14])  # periods end then, or in the step after
 @pytest.mark.parametrize("innermost", [True, False])
 @pytest.mark.parametrize("name", sorted({*WRAPPERS} - {"rescue"}))
