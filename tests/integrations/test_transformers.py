@@ -185,6 +185,16 @@ def test_evaluate_predict_and_save_after_training(tmp_path: Path) -> None:
     assert same(saved(tmp_path / "final" / MODEL), average)
 
 
+class GetsWorse(TrainerCallback):  # type: ignore[misc]
+    """The weights grow tenfold after 8 steps."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 8:
+            with torch.no_grad():
+                for parameter in kwargs["model"].parameters():
+                    parameter.mul_(10)
+
+
 @pytest.mark.parametrize("mode", ["both", "averaged"])
 def test_the_best_average_is_what_is_loaded_at_the_end(mode: Any, tmp_path: Path) -> None:
     recorder, model = Recorder(), tiny_model()
@@ -193,8 +203,9 @@ def test_the_best_average_is_what_is_loaded_at_the_end(mode: Any, tmp_path: Path
         tmp_path,
         averaging(k=3, metrics=mode),
         recorder,
+        GetsWorse(),
         model=model,
-        learning_rate=0.3,  # it gets worse
+        learning_rate=0.3,  # the first weights are not the best
         load_best_model_at_end=True,
         metric_for_best_model=metric,
         save_total_limit=2,
