@@ -233,6 +233,7 @@ def live_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def live_shardings(model: nn.Module) -> dict[str, Sharding]:
     """Canonical name -> what the tensor is a shard of, for sharded tensors."""
+    reshard(model)
     walked = _of_module(model, masters_of(model))
     found = {name: sharding_of(tensor) for name, tensor, _ in walked}
     return {name: sharding for name, sharding in found.items() if sharding is not None}

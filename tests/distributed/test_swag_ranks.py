@@ -29,6 +29,8 @@ def sampled(model: nn.Module) -> dict[str, Tensor]:
         averager.collect(model)
     again = LatestWeightAverager(k=K)
     again.load_state_dict(averager.state_dict())  # it has seen no model yet
+    with torch.no_grad():
+        model.eval()(torch.arange(4))  # after it FSDP2 keeps the root's parameters gathered
     with again.sampled_into(model, seed=5):
         inside = {name: t.clone() for name, t in whole(dict(model.state_dict())).items()}
     found = whole(averager.sample(seed=5))
