@@ -477,6 +477,10 @@ def test_a_schedule_that_was_not_due_yet_is_named() -> None:
         averager.step({"w": torch.zeros(1)})
     with pytest.raises(NotReadyError, match=r"none was due in 3 steps, by Every\(n=20"):
         averager.average()
+    averager.collect({"w": torch.zeros(1)})
+    averager.reset()
+    with pytest.raises(NotReadyError, match=r"call averager.collect"):
+        averager.average()
 
 
 def test_a_storage_dtype_that_is_too_narrow_is_named() -> None:
