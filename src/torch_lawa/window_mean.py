@@ -165,7 +165,7 @@ class MeanReader:
                 views = layout.views(self._store.flats(snapshot))
             else:
                 what = f"the samples since step {newest.step} have"
-            bad = [name for name, value in views.items() if not bool(value.isfinite().all())]
+            bad = [name for name, value in views.items() if not _all_finite(value)]
             if not bad:
                 continue
             self._reported.add(snapshot.index)
@@ -354,6 +354,11 @@ def _flattened(tensor: Tensor, entry: FlatEntry) -> Tensor:
         flat = torch.empty(entry.numel, dtype=tensor.dtype, device=tensor.device)
         flat.as_strided(entry.shape, entry.stride).copy_(tensor)
     return flat
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    """Whether it has no NaN or Inf; PyTorch cannot say it of every float8 dtype."""
+    return bool((tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all())
 
 
 def _as_real(flat: Tensor) -> Tensor:

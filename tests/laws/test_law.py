@@ -259,6 +259,16 @@ def test_the_average_is_the_callers_own(kind: str, folder: Path) -> None:
     assert again["w"].untyped_storage().nbytes() == 16  # a plain tensor, not a slice of a whole
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_nan_in_float8_is_reported(dtype: torch.dtype) -> None:
+    from torch_lawa.errors import NonFiniteWarning
+
+    averager = LatestWeightAverager(k=1)
+    averager.collect({"a": torch.ones(1).to(dtype), "b": torch.tensor([torch.nan]).to(dtype)})
+    with pytest.warns(NonFiniteWarning, match="NaN or Inf in 'b'"):
+        assert averager.average(dtype=torch.float32)["b"].isnan().all()
+
+
 @pytest.mark.parametrize("kind", STORES)
 def test_nan_is_reported_once_and_gone_when_its_snapshot_is(kind: str, folder: Path) -> None:
     from torch_lawa.errors import NonFiniteWarning
