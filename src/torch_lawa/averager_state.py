@@ -147,8 +147,9 @@ def unpack(state: Mapping[str, Any], window: Window) -> SavedWindow:
             for row in rows
         ]
         block = None if window.block is None else _block(state, notes)
-        if version == _SLOTS and contents and window.seen:
-            names, own = contents[-1].averaged, window.averaged.signature()
+        names = contents[-1].averaged if contents else {} if block is None else block.total
+        if version == _SLOTS and names and window.seen:
+            own = window.averaged.signature()
             dtypes = {n: dtypes[n] if n in dtypes else own[n][1] for n in names}
             ties = {**ties, **window.ties}
             ties = {alias: name for alias, name in ties.items() if name in names or name in kept}

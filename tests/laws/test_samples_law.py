@@ -269,3 +269,20 @@ def test_nan_in_new_samples_is_warned_of_once(tmp_path: Path) -> None:
     averager.average()  # warnings are errors in tests
     run.collect(averager, 2)
     averager.average()  # in the snapshot now
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_samples_of_a_pipeline_stage_are_loaded_with_the_notes_of_another(count: int) -> None:
+    states = []
+    for name in ("layers_0", "layers_1"):
+        model, averager = nn.ModuleDict({name: nn.Linear(2, 1)}), averager_of(2, 4)
+        averager.bind(model)
+        for _ in range(count):
+            averager.collect(model)
+        states.append(averager.state_dict())
+    again = averager_of(2, 4)
+    again.bind(model)
+    again.load_state_dict({**states[1], "notes": states[0]["notes"]})
+    for _ in range(8 - count):
+        again.collect(model)
+    assert again.snapshot_steps == [4, 8]
