@@ -65,6 +65,20 @@ def test_the_same_bytes_as_one_process(home: Path, tmp_path: Path, case: str) ->
     assert all((e.stdout, e.stderr) == ("", "") for e in ended[1:])
 
 
+def test_a_checkpoint_with_nan_is_named_as_by_one_process(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    for step, last in ((1, 0.0), (2, torch.nan)):
+        tensors = {name: torch.zeros(100_000) for name in "abcd"}
+        for tensor in tensors.values():
+            tensor[-1] = last
+        save_file(tensors, tmp_path / f"run/step_{step}.safetensors")
+    words = ["average", "run", "--last", 2, "-o", "mean.safetensors"]
+    expected = one_process(words, tmp_path).stderr
+    assert "so does run/step_2.safetensors." in expected
+    ended = finish(start([*words, "--overwrite"], 2, folder=tmp_path))
+    assert [(e.code, e.stderr) for e in ended] == [(0, expected), (0, "")]
+
+
 def test_torchrun(home: Path, tmp_path: Path) -> None:
     words = ["average", "run", "--last", "3", "--json", "-o"]
     assert one_process([*words, tmp_path / "one"], home).code == 0

@@ -103,10 +103,11 @@ def average_as_rank_0(
             engine_seconds = time.perf_counter() - before
         with contextlib.suppress(RankError, OutputError):  # too late for a rank to fail
             ranks.exchange(_PUBLISHED)
-    names = sorted({name for report in reports for name in report})
-    not_finite = {
-        name: next((report[name] for report in reports if report.get(name)), "") for name in names
-    }
+    shown = {_absolute(c.location): str(c.location) for c in opened}  # as this rank names them
+    not_finite = {}
+    for name in sorted({name for report in reports for name in report}):
+        where = next((report[name] for report in reports if report.get(name)), "")
+        not_finite[name] = shown.get(where, where)
     return Result.of(plan, started, engine_seconds, not_finite)
 
 
