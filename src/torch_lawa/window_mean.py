@@ -73,8 +73,8 @@ class MeanReader:
                 blocks = mean_blocks(flats, weights, device) if group.numel else iter(())
                 blocks = blocks if draw is None else draw.around(blocks, flats, group)
             for start, mean in blocks:
+                writer.write(start, mean)  # adds the last term
                 finite.append(mean.sum().isfinite())
-                writer.write(start, mean)
             writer.finish()
             if writer.device.type == "cuda":
                 # Host buffers that were streamed from may be overwritten by the next snapshot.

@@ -258,14 +258,25 @@ def test_samples_in_float8() -> None:
     assert averager.average(dtype=torch.float32)["w"].item() == 1.5
 
 
-def test_nan_in_new_samples_is_warned_of_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["average", "swapped_into", "save_pretrained"])
+def test_nan_in_new_samples_is_warned_of_once(tmp_path: Path, way: str) -> None:
     run, averager = Run(), averager_of(2, 4)
+
+    def read() -> None:
+        if way == "average":
+            averager.average()
+        elif way == "swapped_into":
+            with averager.swapped_into(run.model):
+                pass
+        else:
+            averager.save_pretrained(tmp_path / "out")
+
     run.collect(averager, 5)
     with torch.no_grad():
         run.model[0].bias.fill_(torch.nan)
     averager.collect(run.model)
     with pytest.warns(NonFiniteWarning, match="samples since step 4 .*'0.bias'"):
-        averager.save_pretrained(tmp_path / "out")
+        read()
     averager.average()  # warnings are errors in tests
     run.collect(averager, 2)
     averager.average()  # in the snapshot now
