@@ -258,6 +258,16 @@ def test_samples_in_float8() -> None:
     assert averager.average(dtype=torch.float32)["w"].item() == 1.5
 
 
+def test_all_the_weight_may_be_that_of_new_samples(tmp_path: Path) -> None:
+    """A share so small that the weight of the snapshot is 0: it is below the smallest float."""
+    averager = averager_of(2, 2, coefficients=Recent(0.001))
+    for step in (5, 10, 30):
+        averager.collect({"w": torch.tensor([float(step)])}, step=step)
+    assert averager.average()["w"].item() == 30.0
+    averager.save_pretrained(tmp_path / "out")
+    assert load_file(tmp_path / "out/model.safetensors")["w"].item() == 30.0
+
+
 @pytest.mark.parametrize("way", ["average", "swapped_into", "save_pretrained"])
 def test_nan_in_new_samples_is_warned_of_once(tmp_path: Path, way: str) -> None:
     run, averager = Run(), averager_of(2, 4)

@@ -65,18 +65,20 @@ def mean_blocks(
     host memory are copied there block by block and summed there.
     """
     used = [(s, w) for s, w in zip(snapshots, weights.numerators, strict=True) if w != 0.0]
-    numel = used[0][0].numel()
-    device = used[0][0].device if device is None else device
+    numel = snapshots[0].numel()
+    device = snapshots[0].device if device is None else device
     length = min(block_length(device), numel)
     total = torch.empty(length, dtype=torch.float64, device=device)
     # A separate buffer for the weighted term: multiply, then add, each rounded, on any hardware.
     # A fused multiply-add would give different bits on different machines.
     # It also holds float8 values, which cannot be added to float64 directly.
-    narrow = used[0][0].element_size() == 1
+    narrow = snapshots[0].element_size() == 1
     term = torch.empty_like(total) if narrow or not weights.uniform else total
     for start in range(0, numel, length):
         n = min(length, numel - start)
         acc, tmp = total[:n], term[:n]
+        if not used:  # all the weight is that of values which are not in a snapshot
+            acc.zero_()
         for i, (snapshot, w) in enumerate(used):
             block = snapshot[start : start + n]
             if block.device != device:
