@@ -187,7 +187,7 @@ def plan_sweep(
         for end, f in enumerate(found)
         if at is None or numbers[end] in at
         for k, share in (
-            *((k, None) for k in sorted(ks) if k <= end + 1),
+            *((k, None) for k in sorted(map(int, ks)) if k <= end + 1),
             *((num_within(numbers[: end + 1], h), h) for h in sorted(set(horizons))),
         )
         if share is None or k > 1

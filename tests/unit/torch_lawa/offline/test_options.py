@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -104,6 +105,13 @@ def test_a_sweep_without_windows_is_refused(run: Path) -> None:
 def test_a_sweep_takes_whole_numbers(run: Path, k: Any) -> None:
     with pytest.raises(ConfigError, match=f"--k {k}: give distinct whole numbers"):
         sweep_checkpoints(run, [k], output="s")
+
+
+def test_a_sweep_takes_integers_of_numpy(run: Path, tmp_path: Path) -> None:
+    rows = sweep_checkpoints(
+        run, [np.int64(2)], evaluator=lambda state: {"loss": 1.0}, metrics=tmp_path / "m.jsonl"
+    )
+    assert {type(row["k"]) for row in rows} == {int}
 
 
 @pytest.mark.parametrize("size", ["5GB", 0])
