@@ -319,10 +319,7 @@ class Window:
 
     def load(self, saved: SavedWindow) -> None:
         """Replace everything by what was saved; of the snapshots by the newest that fit."""
-        layouts = (
-            self.averaged,
-            self.kept,
-        )  # without snapshots, a bound model's names are still known
+        layouts = self.averaged, self.kept  # a bound model's names are known without snapshots
         if saved.contents:
             newest = saved.contents[-1]
             layouts = self._layouts(newest.averaged, newest.kept, saved.dtypes)
