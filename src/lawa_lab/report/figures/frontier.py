@@ -27,6 +27,7 @@ _WIDE = 4.0  # budgets that span more than this factor have a logarithmic axis
 _FEW = 1  # with more other methods, their names are in the legend, not beside their curves
 # Of the arrow's text, as fractions of the axes: width and height, and where its right edge may be.
 _TEXT, _RIGHT = (0.62, 0.2), (0.97, 0.8, 0.64)
+_MARKER = 0.02  # half of a marker's width
 
 
 def _say(scene: Scene, run: Run) -> str:
@@ -194,18 +195,20 @@ def _free_spot(lines: Sequence[Line], x: _Scale, y: _Scale) -> tuple[float, floa
     drawn = [(_share(a, x), _share(b, y)) for line in lines for a, b in _sampled(line)]
 
     def covered(spot: tuple[float, float]) -> int:
-        left = spot[0] - _TEXT[0]
+        left, right = spot[0] - _TEXT[0], spot[0] + _MARKER
         bottom = spot[1] if spot[1] < 0.5 else spot[1] - _TEXT[1]
-        return sum(left < a < spot[0] and bottom < b < bottom + _TEXT[1] for a, b in drawn)
+        return sum(left < a < right and bottom < b < bottom + _TEXT[1] for a, b in drawn)
 
     return min(((a, b) for b in (0.04, 0.97) for a in _RIGHT), key=covered)
 
 
 def _sampled(line: Line) -> Iterator[tuple[float, float]]:
-    """Points along a line, or its markers."""
+    """Points along a line, or its markers, each of which counts as much as a piece of a line."""
     there = [(a, b) for a, b in zip(line.at, line.mean, strict=True) if b is not None]
-    yield from there
-    if not line.marker:
+    if line.marker:
+        yield from 8 * there
+    else:
+        yield from there
         for (a, b), (c, d) in itertools.pairwise(there):
             yield from ((a + i / 8 * (c - a), b + i / 8 * (d - b)) for i in range(1, 8))
 

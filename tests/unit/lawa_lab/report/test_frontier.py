@@ -488,6 +488,9 @@ def test_the_text_of_the_arrow_covers_no_line() -> None:
     assert _free_spot([line((0.0, 0.9), (1.0, 0.9))], unit, unit)[1] < 0.5
     assert _free_spot([falling], unit, unit) == (_RIGHT[1], 0.04)
     assert _free_spot([falling, low], unit, unit) == (0.97, 0.97)
+    longest = dataclasses.replace(line((1.0, 0.9)), marker="o")  # 3% from the edge
+    steep = line((0.0, 1.0), (0.3, 0.6))  # one piece of it is there instead
+    assert _free_spot([low, longest, steep], ((0.0, 1.03), False), unit) == (_RIGHT[1], 0.97)
 
 
 def test_the_text_of_the_arrow_stays_inside_the_axes(tmp_path: Path) -> None:
