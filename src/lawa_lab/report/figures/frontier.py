@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 from lawa_lab.report import frontier_words
 from lawa_lab.report.curves import Metric
@@ -29,6 +30,8 @@ _FEW = 1  # with more other methods, their names are in the legend, not beside t
 _TEXT, _RIGHT = (0.62, 0.2), (0.97, 0.8, 0.64)
 _MARKER = 0.02  # half of a marker's width
 
+_Looks: TypeAlias = dict[str, tuple[str, Dashes]]  # by the name of a curve
+
 
 def _say(scene: Scene, run: Run) -> str:
     report = scene.shown[0]
@@ -46,15 +49,16 @@ def _say(scene: Scene, run: Run) -> str:
 )
 def frontier_panels(scene: Scene, run: Run) -> list[Panel]:
     """One panel per metric that has a frontier."""
-    return [
-        _panel(scene, report.metric, report.frontier)
-        for report in scene.shown
-        if report.frontier is not None
-    ]
+    shown = [(each.metric, each.frontier) for each in scene.shown if each.frontier is not None]
+    named = [curve.label for metric, frontier in shown for curve in _others(metric, frontier)]
+    looks = {  # the same in all panels, because they have one legend
+        label: vary(index, _OTHERS, _DASHES) for index, label in enumerate(dict.fromkeys(named))
+    }
+    return [_panel(metric, frontier, looks) for metric, frontier in shown]
 
 
-def _panel(scene: Scene, metric: Metric, frontier: Frontier) -> Panel:
-    points, curves = _points(metric, frontier), _curves(metric, frontier)
+def _panel(metric: Metric, frontier: Frontier, looks: _Looks) -> Panel:
+    points, curves = _points(metric, frontier), _curves(metric, frontier, looks)
     first, last = frontier.budgets[0], frontier.budgets[-1]
     log = last > _WIDE * first
     begin = 0.7 * first if log else 0.0
@@ -122,22 +126,28 @@ def _marked(label: str, style: Style, marker: str, own: Sequence[AnnealedRun]) -
     )
 
 
-def _curves(metric: Metric, frontier: Frontier) -> list[Line]:
-    """The main average, the best curve of each other method, and raw weights."""
-    shown = [curve for curve in frontier.curves if curve.best_peak]
-    main = [curve for curve in shown if curve.main]
-    taken = {curve.series.weights for curve in main}
+def _others(metric: Metric, frontier: Frontier) -> list[AnytimeCurve]:
+    """The best curve of each method but that of the main average."""
+    taken = {curve.series.weights for curve in frontier.curves if curve.main}
     others: dict[tuple[str, str], AnytimeCurve] = {}
-    for curve in shown:
+    for curve in frontier.curves:
         key = (curve.run, curve.series.weights)
-        if curve.series.averaged and curve.series.weights not in taken:
+        if curve.best_peak and curve.series.averaged and curve.series.weights not in taken:
             best = others.get(key)
             if best is None or metric.beats(curve.mean[-1], best.mean[-1]):
                 others[key] = curve
+    return list(others.values())
+
+
+def _curves(metric: Metric, frontier: Frontier, looks: _Looks) -> list[Line]:
+    """The main average, the best curve of each other method, and raw weights."""
+    others = _others(metric, frontier)
+    shown = [curve for curve in frontier.curves if curve.best_peak]
+    main = [curve for curve in shown if curve.main]
     raw = [curve for curve in shown if not curve.series.averaged][:1]
     lines = [_line(curve, Style(colour=_FAINT, width=0.9, layer=1.8)) for curve in raw]
-    for index, curve in enumerate(others.values()):
-        colour, dashes = vary(index, _OTHERS, _DASHES)
+    for curve in others:
+        colour, dashes = looks[curve.label]
         style = Style(colour=colour, dashes=dashes, width=1.5, layer=3.2)
         lines.append(_line(curve, style, in_legend=len(others) > _FEW))
     lines += [_line(curve, Style(colour=_MAIN, width=2.6, layer=4.0), band=True) for curve in main]

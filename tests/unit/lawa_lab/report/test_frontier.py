@@ -476,6 +476,25 @@ def test_many_methods_are_named_in_the_legend(tmp_path: Path) -> None:
     assert "ema" not in ends
 
 
+def test_a_method_looks_the_same_in_all_panels_although_its_best_rate_differs(
+    tmp_path: Path,
+) -> None:
+    """The panels have one legend."""
+    rows = frontier_rows(budgets=(4, 8, 32), peaks=(0.1, 0.2))
+    for row in [row for row in rows if row["weights"] == "averaged" and not row["land"]]:
+        if row["schedule"] == "constant":
+            sign = 1 if row["peak_learning_rate"] == 0.1 else -1
+            for name, own in (("ema", 0.05 * sign), ("swa", -0.05 * sign)):
+                values = {"test_loss": 1.1 + own, "test_accuracy": 0.7 + own}
+                rows.append({**row, "weights": name, "k": None, "coefficients": "", **values})
+    runs = runs_of(tmp_path, rows)
+    panels = drawings(Scene(summarise(runs).recipes[0], runs))[0].panels
+    styles = [{x.label: x.style for x in panel.lines if x.label} for panel in panels]
+    for name in ("ema", "swa"):
+        assert styles[0][name] == styles[1][name]
+    assert styles[0]["ema"] != styles[0]["swa"]
+
+
 def test_the_text_of_the_arrow_covers_no_line() -> None:
     style, unit = Style(colour="black"), ((0.0, 1.0), False)
 
