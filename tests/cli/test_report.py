@@ -130,6 +130,22 @@ def test_no_line_is_wider_than_the_terminal_and_piped_text_is_plain(
         assert "…" not in said
 
 
+def test_the_paper_s_settings_fit_a_usual_terminal_without_a_broken_word(
+    lawa: Lawa, tmp_path: Path
+) -> None:
+    text = "".join(json.dumps(row) + "\n" for row in cifar_rows(epochs=30))
+    (tmp_path / "metrics.jsonl").write_text(text.replace('"test_', '"valid_'))
+    _, said, _ = lawa(tmp_path)
+    rows = table(said, "At the end")
+    assert [row[:2] for row in rows[:3]] == [
+        ["raw", "running"],
+        ["raw", "re-estimated"],
+        ["k = 3", "re-estimated"],
+    ]
+    words = {word for row in rows for cell in row for word in cell.split() if len(word) > 8}
+    assert words == {"re-estimated", "exponential:0.9"}
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_one_run_is_about_a_screen(name: str, lawa: Lawa) -> None:
     """It was twice as long. Other baselines, best values and definitions are on the page."""
@@ -328,7 +344,7 @@ def test_a_bound_that_only_some_seeds_have_says_so(tmp_path: Path, lawa: Lawa) -
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, said, _ = lawa(path)
     assert code == 0
-    assert "> 2 in 1 of 2" in said
+    assert "> 2 in 1/2" in said
 
 
 def test_a_plain_run_comes_before_one_that_wraps_it(tmp_path: Path, lawa: Lawa) -> None:
@@ -387,9 +403,9 @@ def test_other_methods_stand_beside_the_window(tmp_path: Path, lawa: Lawa, metri
     code, said, _ = lawa(metrics, "-o", tmp_path / "report")
     assert code == 0
     assert table(said, "At the end") == [
-        ["raw", "-", "6.0000", "-"],
-        ["average", "2", "5.0000", "2"],  # saved
-        ["ema", "-", "6.0000", "1"],
+        ["raw", "6.0000", "-"],
+        ["k = 2", "5.0000", "2"],  # saved
+        ["ema", "6.0000", "1"],
     ]
     page = (tmp_path / "report" / "report.html").read_text()
     assert "Other methods of averaging" in page

@@ -259,20 +259,15 @@ def _averages_table(metrics: Sequence[MetricReport], axis: Axis, run: str, *, wi
     raw = [{row.series: row for row in m.runs if row.run == run} for m in metrics]
     averaged = [{row.series: row for row in m.windows if row.run == run} for m in metrics]
     series = list(dict.fromkeys(itertools.chain(*raw, *averaged)))
-    rules = len({each.coefficients for each in series if each.averaged} - {None}) > 1
     treated = len({each.batch_norm for each in series}) > 1
     table = _table()
-    table.add_column("weights")
-    table.add_column("k", justify="right")
-    for name in ["coefficients"] * rules + ["BatchNorm"] * treated:
+    for name in ["weights"] + ["BatchNorm"] * treated:
         table.add_column(name)
     for metric in metrics:
-        table.add_column(words.plain(metric.metric.name), justify="right")
+        table.add_column(words.plain(metric.metric.name).replace(" ", "\n", 1), justify="right")
         table.add_column("saved", justify="right")
     for each in series:
-        cells = ["average" if each.weights == "averaged" else each.weights]
-        cells += ["-" if each.k is None else str(each.k)]
-        cells += [str(each.coefficients or "-")] * rules
+        cells = [dataclasses.replace(each, batch_norm=None).label]
         cells += [each.batch_norm or "running"] * treated
         default = False
         for metric, ends, windows in zip(metrics, raw, averaged, strict=True):
@@ -314,7 +309,7 @@ def _largest(row: WindowRow, axis: Axis) -> str:
     num_seeds = row.final.num_seeds if row.final is not None else row.unmatched.num_seeds
     if row.unmatched.num_seeds == num_seeds:
         return bound
-    return f"{bound} in {row.unmatched.num_seeds} of {num_seeds}"
+    return f"{bound} in {row.unmatched.num_seeds}/{num_seeds}"
 
 
 def _plus_minus(number: Mean) -> str:
