@@ -146,6 +146,14 @@ def test_the_paper_s_settings_fit_a_usual_terminal_without_a_broken_word(
     assert words == {"re-estimated", "exponential:0.9"}
 
 
+def test_two_losses_are_both_shown_at_the_end(lawa: Lawa, metrics: Path) -> None:
+    """There is room for two; the second is the test loss of a language model."""
+    rows = [json.loads(line) for line in metrics.read_text().splitlines() if '"sgd"' in line]
+    both = [{**row, "b_loss": 10 + row["test_loss"]} for row in rows]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in both))
+    assert table(lawa(metrics)[1], "At the end")[0] == ["raw", "6.0000", "-", "16.0000", "-"]
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_one_run_is_about_a_screen(name: str, lawa: Lawa) -> None:
     """It was twice as long. Other baselines, best values and definitions are on the page."""

@@ -106,7 +106,8 @@ def _show_savings(report: MetricReport, recipe: RecipeReport, console: Console) 
 def _show_averages(metrics: Sequence[MetricReport], recipe: RecipeReport, console: Console) -> None:
     """Raw weights and every average at the end of each run; a table for each run."""
     wide = console.width >= _WIDE
-    shown = [metric for metric in metrics if wide or any(metric is one for one in recipe.shown)]
+    roomy = wide or len(metrics) <= 2
+    shown = [metric for metric in metrics if roomy or any(metric is one for one in recipe.shown)]
     named = [(*(r.run for r in m.runs), *(r.run for r in m.windows)) for m in shown]
     runs = dict.fromkeys(itertools.chain(*named))
     unit = say_axis(recipe.axis)
