@@ -158,7 +158,7 @@ def test_two_losses_are_both_shown_at_the_end(lawa: Lawa, metrics: Path) -> None
 def test_one_run_is_about_a_screen(name: str, lawa: Lawa) -> None:
     """It was twice as long. Other baselines, best values and definitions are on the page."""
     _, said, _ = lawa(RECORD / f"{name}.jsonl")
-    assert len(said.splitlines()) <= 54
+    assert len(said.splitlines()) <= 55
     assert said.count("epochs to reach") == 2  # one table for each metric
     assert said.count("\nraw  ") == 2  # running and re-estimated statistics
 
@@ -182,6 +182,13 @@ def test_savings_are_in_epochs_time_and_gpu_hours_against_every_baseline(
     assert "adam, k = 2 against raw (1 seed)" in said
     assert "At its end the average was better than the baseline ever was." in said
     assert said.index("2 epochs (50%) saved.") < said.index("epochs to reach")
+
+
+def test_one_empty_line_is_between_two_parts(lawa: Lawa, metrics: Path) -> None:
+    _, said, _ = lawa(metrics)
+    assert "\n\n\n" not in said
+    for begin in ("sgd, k = 2 against", "adam, k = 2 against", "Averages against", "- sgd, k = 2"):
+        assert f"\n\n{begin}" in said
 
 
 def test_a_baseline_that_never_reached_the_value_gives_a_lower_bound(

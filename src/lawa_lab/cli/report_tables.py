@@ -8,7 +8,7 @@ as other baselines, is on the page and in the JSON.
 import dataclasses
 import itertools
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.console import Console
@@ -62,9 +62,7 @@ def show_report(report: Report, console: Console) -> None:
                 _show_savings(metric, recipe, console)
         if alone := [metric for metric in recipe.metrics if not _compared(metric)]:
             _show_averages(alone, recipe, console)
-        for note in recipe.notes:
-            say(console, note, bullet="- ")
-    console.print()
+        _say_all(console, recipe.notes, bullet="- ")
     compared = {_compared(metric) for recipe in report.recipes for metric in recipe.metrics}
     if False in compared:
         say(console, _DEFINITIONS)
@@ -88,19 +86,15 @@ def _show_savings(report: MetricReport, recipe: RecipeReport, console: Console) 
     for row in own:
         console.print(_caption(row, len(own) > 1), style="bold", markup=False)
         _put(console, main_table(report.metric, row, wide=console.width >= _WIDE))
-        for note in filter(None, [words.unmatched(row), *row.notes]):
-            say(console, note)
+        _say_all(console, filter(None, [words.unmatched(row), *row.notes]))
     if report.across:
         unit = say_axis(recipe.axis)
         console.print(
-            f"\nAverages against the raw weights of other runs ({unit} saved)", style="bold"
+            f"Averages against the raw weights of other runs ({unit} saved)", style="bold"
         )
         _put(console, _across_table(report.metric, report.across))
-        for note in dict.fromkeys(note for row in report.across for note in row.notes):
-            say(console, note)
-    for sentence in report.losses:
-        say(console, sentence, bullet="- ")
-    console.print()
+        _say_all(console, (note for row in report.across for note in row.notes))
+    _say_all(console, report.losses, bullet="- ")
 
 
 def _show_averages(metrics: Sequence[MetricReport], recipe: RecipeReport, console: Console) -> None:
@@ -133,11 +127,7 @@ def _show_frontier(
         title = f"Budget at equal quality ({unit} to the final value; each seed, if they differ)"
         console.print(title, style="bold")
         _put(console, equal_quality_table(metric, frontier, wide=console.width >= _WIDE))
-    notes = frontier_words.notes(metric, frontier)
-    for note in notes:
-        say(console, note)
-    if notes:
-        console.print()
+    _say_all(console, frontier_words.notes(metric, frontier))
 
 
 def equal_budget_table(metric: Metric, frontier: Frontier, *, wide: bool = False) -> Table:
@@ -319,6 +309,15 @@ def _plus_minus(number: Mean) -> str:
 
 def _say_value(metric: Metric, number: Mean | None) -> str:
     return say_value(metric, None if number is None else number.mean)
+
+
+def _say_all(console: Console, sentences: Iterable[str], bullet: str = "") -> None:
+    """Different sentences and an empty line, if there are any."""
+    different = dict.fromkeys(sentences)
+    for sentence in different:
+        say(console, sentence, bullet)
+    if different:
+        console.print()
 
 
 def say(console: Console, sentence: str, bullet: str = "") -> None:
