@@ -146,6 +146,19 @@ def test_the_paper_s_settings_fit_a_usual_terminal_without_a_broken_word(
     assert words == {"re-estimated", "exponential:0.9"}
 
 
+def test_the_largest_saving_is_at_a_value_of_the_average(tmp_path: Path, lawa: Lawa) -> None:
+    """It jumped over the final value of the raw weights, so that alone has a saving."""
+    rows = [
+        {"epoch": e, "k": k, "weights": "averaged" if k else "raw", "a_loss": loss}
+        for k, losses in ((None, (9, 8, 7, 6)), (2, (9, 8, 5, 5)))
+        for e, loss in enumerate(losses, start=1)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, said, _ = lawa(tmp_path)
+    assert table(said, "against raw") == [["final, best 6.0000", "4", "3", "1", "25%"]]
+    assert "Largest: at any value of the average" in said
+
+
 def test_two_losses_are_both_shown_at_the_end(lawa: Lawa, metrics: Path) -> None:
     """There is room for two; the second is the test loss of a language model."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines() if '"sgd"' in line]

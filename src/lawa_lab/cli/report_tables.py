@@ -36,10 +36,11 @@ __all__ = [
 RAW_STYLE, AVERAGED_STYLE = "dark_orange", "dodger_blue1"
 _WIDE = 100  # columns from which on the range over seeds and the steps are shown too
 _DEFINITIONS = (
-    "Largest: at any value that both reached in every seed; a maximum, so it is optimistic. Final, "
-    "best: at the baseline's own last and best value, each seed with its own. ±: standard "
-    "deviation over seeds. Time includes every cost of averaging. Other baselines, best values, "
-    "costs, figures and all definitions are on the page: -o FOLDER. --json prints everything."
+    "Largest: at any value of the average that both reached in every seed; a maximum, so it is "
+    "optimistic. Final, best: at the baseline's own last and best value, each seed with its own. "
+    "±: standard deviation over seeds. Time includes every cost of averaging. Other baselines, "
+    "best values, costs, figures and all definitions are on the page: -o FOLDER. --json prints "
+    "everything."
 )
 _NOT_SHOWN = (
     "Time saved includes every cost of averaging. All other tables (every average, raw weights, "
