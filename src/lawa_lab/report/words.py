@@ -239,7 +239,8 @@ def caveat(row: "MainRow") -> str:
         and amount.saved.mean > longest.saved.mean
     ]
     if not more:
-        return f"This target has the largest saving, so the number is optimistic: {at(row.final)}."
+        begin = "Of the average's own values this one has the largest saving"
+        return f"{begin}, so the number is optimistic: {at(row.final)}."
     return (
         "Only values that the average itself had are candidates for this target, and at others "
         f"more was saved: {at(more[0])}."
