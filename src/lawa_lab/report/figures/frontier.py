@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from lawa_lab.report import frontier_words
@@ -50,15 +50,22 @@ def _say(scene: Scene, run: Run) -> str:
 def frontier_panels(scene: Scene, run: Run) -> list[Panel]:
     """One panel per metric that has a frontier."""
     shown = [(each.metric, each.frontier) for each in scene.shown if each.frontier is not None]
-    named = [curve.label for metric, frontier in shown for curve in _others(metric, frontier)]
+    kinds = {run.name: run.kind for run in scene.runs}
+    others = [_others(metric, frontier, kinds) for metric, frontier in shown]
+    named = [curve.label for curves in others for curve in curves]
     looks = {  # the same in all panels, because they have one legend
         label: vary(index, _OTHERS, _DASHES) for index, label in enumerate(dict.fromkeys(named))
     }
-    return [_panel(metric, frontier, looks) for metric, frontier in shown]
+    return [
+        _panel(metric, frontier, curves, looks)
+        for (metric, frontier), curves in zip(shown, others, strict=True)
+    ]
 
 
-def _panel(metric: Metric, frontier: Frontier, looks: _Looks) -> Panel:
-    points, curves = _points(metric, frontier), _curves(metric, frontier, looks)
+def _panel(
+    metric: Metric, frontier: Frontier, others: Sequence[AnytimeCurve], looks: _Looks
+) -> Panel:
+    points, curves = _points(metric, frontier), _curves(frontier, others, looks)
     first, last = frontier.budgets[0], frontier.budgets[-1]
     log = last > _WIDE * first
     begin = 0.7 * first if log else 0.0
@@ -126,22 +133,21 @@ def _marked(label: str, style: Style, marker: str, own: Sequence[AnnealedRun]) -
     )
 
 
-def _others(metric: Metric, frontier: Frontier) -> list[AnytimeCurve]:
+def _others(metric: Metric, frontier: Frontier, kinds: Mapping[str, str]) -> list[AnytimeCurve]:
     """The best curve of each method but that of the main average."""
-    taken = {curve.series.weights for curve in frontier.curves if curve.main}
+    main = {(kinds[curve.run], curve.series.weights) for curve in frontier.curves if curve.main}
     others: dict[tuple[str, str], AnytimeCurve] = {}
     for curve in frontier.curves:
-        key = (curve.run, curve.series.weights)
-        if curve.best_peak and curve.series.averaged and curve.series.weights not in taken:
+        key, method = (curve.run, curve.series.weights), (kinds[curve.run], curve.series.weights)
+        if curve.best_peak and curve.series.averaged and method not in main:
             best = others.get(key)
             if best is None or metric.beats(curve.mean[-1], best.mean[-1]):
                 others[key] = curve
     return list(others.values())
 
 
-def _curves(metric: Metric, frontier: Frontier, looks: _Looks) -> list[Line]:
+def _curves(frontier: Frontier, others: Sequence[AnytimeCurve], looks: _Looks) -> list[Line]:
     """The main average, the best curve of each other method, and raw weights."""
-    others = _others(metric, frontier)
     shown = [curve for curve in frontier.curves if curve.best_peak]
     main = [curve for curve in shown if curve.main]
     raw = [curve for curve in shown if not curve.series.averaged][:1]

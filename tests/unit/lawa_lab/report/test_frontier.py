@@ -495,6 +495,17 @@ def test_a_method_looks_the_same_in_all_panels_although_its_best_rate_differs(
     assert styles[0]["ema"] != styles[0]["swa"]
 
 
+def test_the_window_of_another_optimizer_has_a_curve(tmp_path: Path) -> None:
+    rows = frontier_rows(budgets=(4, 8, 32))
+    for row in [row for row in rows if row["schedule"] == "constant" and not row["land"]]:
+        rows.append({**row, "run": "lookahead(sgd), constant rate"})
+    runs = runs_of(tmp_path, rows)
+    panels = drawings(Scene(summarise(runs).recipes[0], runs))[0].panels
+    for panel in panels:
+        ends = {line.end_label for line in panel.lines}
+        assert {"sgd, average, k = 4", "lookahead(sgd), average, k = 4"} <= ends
+
+
 def test_the_text_of_the_arrow_covers_no_line() -> None:
     style, unit = Style(colour="black"), ((0.0, 1.0), False)
 
