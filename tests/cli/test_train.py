@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 import pytest
 import torch
+from click.shell_completion import ShellComplete
 from support.programs import LAWA, Program
 from support.ranks import free_port
 from support.training import rows_of
@@ -121,6 +122,12 @@ def test_mistakes_are_told(
     assert lawa("train", *words) == code
     assert said in capsys.readouterr().err
     assert not list(Path().rglob("metrics.jsonl"))
+
+
+def test_a_shell_that_completes_behind_an_unknown_recipe_is_told_nothing() -> None:
+    completion = ShellComplete(command, {}, "lawa", "_LAWA_COMPLETE")
+    assert completion.get_completions(["no-such-recipe"], "--ep") == []
+    assert "--epochs" in [item.value for item in completion.get_completions(["digits"], "--ep")]
 
 
 def test_a_run_from_begin_to_report(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The table of the frontier in docs/results.md has the values of the raw rows."""
+"""Tables of docs/results.md have the values of the raw rows."""
 
 import json
 import re
@@ -56,3 +56,30 @@ def test_row_of_the_frontier(name: str) -> None:
             found = [accuracy(run.format(seed=s, epoch=epoch), epoch, weights) for s in range(3)]
             assert re.fullmatch(r"[\d.]+ ± [\d.]+", cell)
             assert cell == f"{mean(found):.2f} ± {stdev(found):.2f}", epoch
+
+
+METHODS = {  # how a row begins: the method in the rows, and the plain training of its rate
+    "[EMA-Nesterov]": ("ema-nesterov", "plain at 0.2"),
+    "[outer Nesterov]": ("outer-nesterov", "plain"),
+    "[SAM]": ("sam", "plain"),
+    "[jump]": ("jump", "plain"),
+    "[periodic SWA]": ("pswa", "plain"),
+    "[Lookahead]": ("lookahead", "plain"),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_row_of_a_training_method_on_the_digits(name: str) -> None:
+    """The smallest and the largest of three seeds, relative to the window of plain training."""
+    rows = (RESULTS / "2026-11-18-digits-training-methods/raw.jsonl").read_text().splitlines()
+    wanted = {"test": True, "schedule": "constant", "weights": "averaged"}
+    losses = {
+        (row["method"], row["seed"]): row["test_loss"]
+        for row in map(json.loads, rows)
+        if wanted.items() <= row.items()
+    }
+    method, plain = METHODS[name]
+    found = [losses[method, seed] / losses[plain, seed] for seed in range(3)]
+    text = (ROOT / "docs/results.md").read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {name}")]
+    assert line.split("|")[2].strip() == f"{min(found):.2f} to {max(found):.2f}"

@@ -8,7 +8,7 @@ as other baselines, is on the page and in the JSON.
 import dataclasses
 import itertools
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.console import Console
@@ -36,10 +36,11 @@ __all__ = [
 RAW_STYLE, AVERAGED_STYLE = "dark_orange", "dodger_blue1"
 _WIDE = 100  # columns from which on the range over seeds and the steps are shown too
 _DEFINITIONS = (
-    "Largest: at any value that both reached in every seed; a maximum, so it is optimistic. Final, "
-    "best: at the baseline's own last and best value, each seed with its own. ±: standard "
-    "deviation over seeds. Time includes every cost of averaging. Other baselines, best values, "
-    "costs, figures and all definitions are on the page: -o FOLDER. --json prints everything."
+    "Largest: at any value of the average that both reached in every seed; a maximum, so it is "
+    "optimistic. Final, best: at the baseline's own last and best value, each seed with its own. "
+    "±: standard deviation over seeds. Time includes every cost of averaging. Other baselines, "
+    "best values, costs, figures and all definitions are on the page: -o FOLDER. --json prints "
+    "everything."
 )
 _NOT_SHOWN = (
     "Time saved includes every cost of averaging. All other tables (every average, raw weights, "
@@ -62,9 +63,7 @@ def show_report(report: Report, console: Console) -> None:
                 _show_savings(metric, recipe, console)
         if alone := [metric for metric in recipe.metrics if not _compared(metric)]:
             _show_averages(alone, recipe, console)
-        for note in recipe.notes:
-            say(console, note, bullet="- ")
-    console.print()
+        _say_all(console, recipe.notes, bullet="- ")
     compared = {_compared(metric) for recipe in report.recipes for metric in recipe.metrics}
     if False in compared:
         say(console, _DEFINITIONS)
@@ -88,25 +87,22 @@ def _show_savings(report: MetricReport, recipe: RecipeReport, console: Console) 
     for row in own:
         console.print(_caption(row, len(own) > 1), style="bold", markup=False)
         _put(console, main_table(report.metric, row, wide=console.width >= _WIDE))
-        for note in filter(None, [words.unmatched(row), *row.notes]):
-            say(console, note)
+        _say_all(console, filter(None, [words.unmatched(row), *row.notes]))
     if report.across:
         unit = say_axis(recipe.axis)
         console.print(
-            f"\nAverages against the raw weights of other runs ({unit} saved)", style="bold"
+            f"Averages against the raw weights of other runs ({unit} saved)", style="bold"
         )
         _put(console, _across_table(report.metric, report.across))
-        for note in dict.fromkeys(note for row in report.across for note in row.notes):
-            say(console, note)
-    for sentence in report.losses:
-        say(console, sentence, bullet="- ")
-    console.print()
+        _say_all(console, (note for row in report.across for note in row.notes))
+    _say_all(console, report.losses, bullet="- ")
 
 
 def _show_averages(metrics: Sequence[MetricReport], recipe: RecipeReport, console: Console) -> None:
     """Raw weights and every average at the end of each run; a table for each run."""
     wide = console.width >= _WIDE
-    shown = [metric for metric in metrics if wide or any(metric is one for one in recipe.shown)]
+    roomy = wide or len(metrics) <= 2
+    shown = [metric for metric in metrics if roomy or any(metric is one for one in recipe.shown)]
     named = [(*(r.run for r in m.runs), *(r.run for r in m.windows)) for m in shown]
     runs = dict.fromkeys(itertools.chain(*named))
     unit = say_axis(recipe.axis)
@@ -132,11 +128,7 @@ def _show_frontier(
         title = f"Budget at equal quality ({unit} to the final value; each seed, if they differ)"
         console.print(title, style="bold")
         _put(console, equal_quality_table(metric, frontier, wide=console.width >= _WIDE))
-    notes = frontier_words.notes(metric, frontier)
-    for note in notes:
-        say(console, note)
-    if notes:
-        console.print()
+    _say_all(console, frontier_words.notes(metric, frontier))
 
 
 def equal_budget_table(metric: Metric, frontier: Frontier, *, wide: bool = False) -> Table:
@@ -259,20 +251,15 @@ def _averages_table(metrics: Sequence[MetricReport], axis: Axis, run: str, *, wi
     raw = [{row.series: row for row in m.runs if row.run == run} for m in metrics]
     averaged = [{row.series: row for row in m.windows if row.run == run} for m in metrics]
     series = list(dict.fromkeys(itertools.chain(*raw, *averaged)))
-    rules = len({each.coefficients for each in series if each.averaged} - {None}) > 1
     treated = len({each.batch_norm for each in series}) > 1
     table = _table()
-    table.add_column("weights")
-    table.add_column("k", justify="right")
-    for name in ["coefficients"] * rules + ["BatchNorm"] * treated:
+    for name in ["weights"] + ["BatchNorm"] * treated:
         table.add_column(name)
     for metric in metrics:
-        table.add_column(words.plain(metric.metric.name), justify="right")
+        table.add_column(words.plain(metric.metric.name).replace(" ", "\n", 1), justify="right")
         table.add_column("saved", justify="right")
     for each in series:
-        cells = ["average" if each.weights == "averaged" else each.weights]
-        cells += ["-" if each.k is None else str(each.k)]
-        cells += [str(each.coefficients or "-")] * rules
+        cells = [dataclasses.replace(each, batch_norm=None).label]
         cells += [each.batch_norm or "running"] * treated
         default = False
         for metric, ends, windows in zip(metrics, raw, averaged, strict=True):
@@ -314,7 +301,7 @@ def _largest(row: WindowRow, axis: Axis) -> str:
     num_seeds = row.final.num_seeds if row.final is not None else row.unmatched.num_seeds
     if row.unmatched.num_seeds == num_seeds:
         return bound
-    return f"{bound} in {row.unmatched.num_seeds} of {num_seeds}"
+    return f"{bound} in {row.unmatched.num_seeds}/{num_seeds}"
 
 
 def _plus_minus(number: Mean) -> str:
@@ -323,6 +310,15 @@ def _plus_minus(number: Mean) -> str:
 
 def _say_value(metric: Metric, number: Mean | None) -> str:
     return say_value(metric, None if number is None else number.mean)
+
+
+def _say_all(console: Console, sentences: Iterable[str], bullet: str = "") -> None:
+    """Different sentences and an empty line, if there are any."""
+    different = dict.fromkeys(sentences)
+    for sentence in different:
+        say(console, sentence, bullet)
+    if different:
+        console.print()
 
 
 def say(console: Console, sentence: str, bullet: str = "") -> None:

@@ -40,8 +40,8 @@ class _Recipes(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        name = args[0]
-        if not name.startswith("-") and name not in RECIPES:
+        name, completes = args[0], ctx.resilient_parsing  # a shell that completes wants no error
+        if not completes and not name.startswith("-") and name not in RECIPES:
             ctx.fail(f"no recipe {name!r}; choose from {', '.join(self.list_commands(ctx))}.")
         return super().resolve_command(ctx, args)
 

@@ -212,7 +212,8 @@ def finding(recipe: str, metric: Metric, row: "MainRow") -> str:
             f"{say_number(amount.baseline_at.mean)}: {say_amount(amount, axis)} saved."
         )
     if row.unmatched is None:
-        return f"{begin} reached no {plain(metric.name)} earlier than {baseline}: no saving."
+        earlier = f"earlier than {baseline}{_in_mean(row)}"
+        return f"{begin} reached no {plain(metric.name)} {earlier}: no saving."
     num_seeds = row.final.num_seeds
     seeds = f" (in {row.unmatched.num_seeds} of {num_seeds} seeds)" if num_seeds > 1 else ""
     return (
@@ -238,7 +239,8 @@ def caveat(row: "MainRow") -> str:
         and amount.saved.mean > longest.saved.mean
     ]
     if not more:
-        return f"This target has the largest saving, so the number is optimistic: {at(row.final)}."
+        begin = "Of the average's own values this one has the largest saving"
+        return f"{begin}, so the number is optimistic: {at(row.final)}."
     return (
         "Only values that the average itself had are candidates for this target, and at others "
         f"more was saved: {at(more[0])}."
@@ -296,7 +298,9 @@ def _late(row: "MainRow") -> list[str]:
     """At which of the baseline's own values the average was later, or never reached it."""
     parts = []
     if row.headline is None and row.unmatched is None:
-        parts.append("reached no value earlier than its raw weights, so there is no saving")
+        parts.append(
+            f"reached no value earlier than its raw weights{_in_mean(row)}, so there is no saving"
+        )
     for name, saving in (("final", row.final), ("best", row.best)):
         never = sum(s.averaged_at is None for s in saving.by_seed)
         later = sum(s.saved is not None and s.saved < 0 for s in saving.by_seed)
@@ -339,6 +343,12 @@ def say_amount(amount: Amount, axis: Axis) -> str:
     facts = [] if amount.percent is None else [f"{amount.percent:.0f}%"]
     facts += [f"{say_range(amount.saved)} by seed"] if amount.saved.num_seeds > 1 else []
     return say_count(amount.saved.mean, axis) + (f" ({'; '.join(facts)})" if facts else "")
+
+
+def _in_mean(row: "MainRow") -> str:
+    """Single seeds may have saved something."""
+    num_seeds = row.final.num_seeds
+    return f" in the mean of {say_seeds(num_seeds)}" if num_seeds > 1 else ""
 
 
 def _the_average(series: Series) -> str:

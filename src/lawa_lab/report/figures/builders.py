@@ -262,6 +262,10 @@ def _target_limits(scene: Scene, run: Run, row: MainRow, metric: Metric) -> tupl
     known = [[value for value in values if value is not None] for values in begins]
     middle = [statistics.median(values) for values in known if values]
     first = min(middle, key=lambda value: abs(value - hardest), default=row.curve.target[0])
+    pairs = zip(row.curve.target, row.curve.saved, strict=True)
+    reached = [target for target, saved in pairs if saved is not None]
+    if reached and metric.beats(first, reached[-1]):  # where no saving is known, all are easier
+        first = reached[0]
     if first == hardest:  # it never became better than at its start
         first = row.curve.target[0] if row.curve.target[0] != hardest else 0.9 * hardest - 1e-6
     return first - 0.15 * (hardest - first), hardest + 0.02 * (hardest - first)

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from lawa_lab.report import frontier_words
 from lawa_lab.report.curves import Metric
@@ -27,6 +28,9 @@ _WIDE = 4.0  # budgets that span more than this factor have a logarithmic axis
 _FEW = 1  # with more other methods, their names are in the legend, not beside their curves
 # Of the arrow's text, as fractions of the axes: width and height, and where its right edge may be.
 _TEXT, _RIGHT = (0.62, 0.2), (0.97, 0.8, 0.64)
+_MARKER = 0.02  # half of a marker's width
+
+_Looks: TypeAlias = dict[str, tuple[str, Dashes]]  # by the name of a curve
 
 
 def _say(scene: Scene, run: Run) -> str:
@@ -45,15 +49,23 @@ def _say(scene: Scene, run: Run) -> str:
 )
 def frontier_panels(scene: Scene, run: Run) -> list[Panel]:
     """One panel per metric that has a frontier."""
+    shown = [(each.metric, each.frontier) for each in scene.shown if each.frontier is not None]
+    kinds = {run.name: run.kind for run in scene.runs}
+    others = [_others(metric, frontier, kinds) for metric, frontier in shown]
+    named = [curve.label for curves in others for curve in curves]
+    looks = {  # the same in all panels, because they have one legend
+        label: vary(index, _OTHERS, _DASHES) for index, label in enumerate(dict.fromkeys(named))
+    }
     return [
-        _panel(scene, report.metric, report.frontier)
-        for report in scene.shown
-        if report.frontier is not None
+        _panel(metric, frontier, curves, looks)
+        for (metric, frontier), curves in zip(shown, others, strict=True)
     ]
 
 
-def _panel(scene: Scene, metric: Metric, frontier: Frontier) -> Panel:
-    points, curves = _points(metric, frontier), _curves(metric, frontier)
+def _panel(
+    metric: Metric, frontier: Frontier, others: Sequence[AnytimeCurve], looks: _Looks
+) -> Panel:
+    points, curves = _points(metric, frontier), _curves(frontier, others, looks)
     first, last = frontier.budgets[0], frontier.budgets[-1]
     log = last > _WIDE * first
     begin = 0.7 * first if log else 0.0
@@ -121,22 +133,27 @@ def _marked(label: str, style: Style, marker: str, own: Sequence[AnnealedRun]) -
     )
 
 
-def _curves(metric: Metric, frontier: Frontier) -> list[Line]:
-    """The main average, the best curve of each other method, and raw weights."""
-    shown = [curve for curve in frontier.curves if curve.best_peak]
-    main = [curve for curve in shown if curve.main]
-    taken = {curve.series.weights for curve in main}
+def _others(metric: Metric, frontier: Frontier, kinds: Mapping[str, str]) -> list[AnytimeCurve]:
+    """The best curve of each method but that of the main average."""
+    main = {(kinds[curve.run], curve.series.weights) for curve in frontier.curves if curve.main}
     others: dict[tuple[str, str], AnytimeCurve] = {}
-    for curve in shown:
-        key = (curve.run, curve.series.weights)
-        if curve.series.averaged and curve.series.weights not in taken:
+    for curve in frontier.curves:
+        key, method = (curve.run, curve.series.weights), (kinds[curve.run], curve.series.weights)
+        if curve.best_peak and curve.series.averaged and method not in main:
             best = others.get(key)
             if best is None or metric.beats(curve.mean[-1], best.mean[-1]):
                 others[key] = curve
+    return list(others.values())
+
+
+def _curves(frontier: Frontier, others: Sequence[AnytimeCurve], looks: _Looks) -> list[Line]:
+    """The main average, the best curve of each other method, and raw weights."""
+    shown = [curve for curve in frontier.curves if curve.best_peak]
+    main = [curve for curve in shown if curve.main]
     raw = [curve for curve in shown if not curve.series.averaged][:1]
     lines = [_line(curve, Style(colour=_FAINT, width=0.9, layer=1.8)) for curve in raw]
-    for index, curve in enumerate(others.values()):
-        colour, dashes = vary(index, _OTHERS, _DASHES)
+    for curve in others:
+        colour, dashes = looks[curve.label]
         style = Style(colour=colour, dashes=dashes, width=1.5, layer=3.2)
         lines.append(_line(curve, style, in_legend=len(others) > _FEW))
     lines += [_line(curve, Style(colour=_MAIN, width=2.6, layer=4.0), band=True) for curve in main]
@@ -194,18 +211,20 @@ def _free_spot(lines: Sequence[Line], x: _Scale, y: _Scale) -> tuple[float, floa
     drawn = [(_share(a, x), _share(b, y)) for line in lines for a, b in _sampled(line)]
 
     def covered(spot: tuple[float, float]) -> int:
-        left = spot[0] - _TEXT[0]
+        left, right = spot[0] - _TEXT[0], spot[0] + _MARKER
         bottom = spot[1] if spot[1] < 0.5 else spot[1] - _TEXT[1]
-        return sum(left < a < spot[0] and bottom < b < bottom + _TEXT[1] for a, b in drawn)
+        return sum(left < a < right and bottom < b < bottom + _TEXT[1] for a, b in drawn)
 
     return min(((a, b) for b in (0.04, 0.97) for a in _RIGHT), key=covered)
 
 
 def _sampled(line: Line) -> Iterator[tuple[float, float]]:
-    """Points along a line, or its markers."""
+    """Points along a line, or its markers, each of which counts as much as a piece of a line."""
     there = [(a, b) for a, b in zip(line.at, line.mean, strict=True) if b is not None]
-    yield from there
-    if not line.marker:
+    if line.marker:
+        yield from 8 * there
+    else:
+        yield from there
         for (a, b), (c, d) in itertools.pairwise(there):
             yield from ((a + i / 8 * (c - a), b + i / 8 * (d - b)) for i in range(1, 8))
 

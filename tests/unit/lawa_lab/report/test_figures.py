@@ -261,6 +261,22 @@ def test_the_axis_of_targets_shows_the_headline_although_one_seed_is_far_ahead()
     assert easy > point.at > hard
 
 
+def test_the_axis_of_targets_shows_savings_although_the_average_begins_beyond_them() -> None:
+    rows = [
+        {"recipe": "r", "run": "a", "seed": 0, "epoch": epoch, "weights": weights, "k": k,
+         "test_accuracy": start + epoch / 1000}
+        for epoch in range(30, 100, 10)
+        for weights, k, start in (("raw", None, 0.6), ("averaged", 2, 0.75))
+    ]  # fmt: skip
+    (drawing,) = (d for d in drawings([run_of(rows)]) if d.kind.name == "target")
+    (panel,) = drawing.panels
+    assert panel.x_limits is not None
+    easy, hard = panel.x_limits
+    assert easy < 0.63
+    assert hard > 0.84
+    assert all(easy < point.at < hard for point in panel.points)
+
+
 def test_the_training_loss_belongs_to_the_raw_weights_alone(drawn: dict[str, Drawing]) -> None:
     shown = {panel.title: [x.label for x in panel.lines] for panel in drawn["curves"].panels}
     all_three = ["raw weights", "raw weights, BatchNorm re-estimated", "average, k = 10"]

@@ -476,6 +476,36 @@ def test_many_methods_are_named_in_the_legend(tmp_path: Path) -> None:
     assert "ema" not in ends
 
 
+def test_a_method_looks_the_same_in_all_panels_although_its_best_rate_differs(
+    tmp_path: Path,
+) -> None:
+    """The panels have one legend."""
+    rows = frontier_rows(budgets=(4, 8, 32), peaks=(0.1, 0.2))
+    for row in [row for row in rows if row["weights"] == "averaged" and not row["land"]]:
+        if row["schedule"] == "constant":
+            sign = 1 if row["peak_learning_rate"] == 0.1 else -1
+            for name, own in (("ema", 0.05 * sign), ("swa", -0.05 * sign)):
+                values = {"test_loss": 1.1 + own, "test_accuracy": 0.7 + own}
+                rows.append({**row, "weights": name, "k": None, "coefficients": "", **values})
+    runs = runs_of(tmp_path, rows)
+    panels = drawings(Scene(summarise(runs).recipes[0], runs))[0].panels
+    styles = [{x.label: x.style for x in panel.lines if x.label} for panel in panels]
+    for name in ("ema", "swa"):
+        assert styles[0][name] == styles[1][name]
+    assert styles[0]["ema"] != styles[0]["swa"]
+
+
+def test_the_window_of_another_optimizer_has_a_curve(tmp_path: Path) -> None:
+    rows = frontier_rows(budgets=(4, 8, 32))
+    for row in [row for row in rows if row["schedule"] == "constant" and not row["land"]]:
+        rows.append({**row, "run": "lookahead(sgd), constant rate"})
+    runs = runs_of(tmp_path, rows)
+    panels = drawings(Scene(summarise(runs).recipes[0], runs))[0].panels
+    for panel in panels:
+        ends = {line.end_label for line in panel.lines}
+        assert {"sgd, average, k = 4", "lookahead(sgd), average, k = 4"} <= ends
+
+
 def test_the_text_of_the_arrow_covers_no_line() -> None:
     style, unit = Style(colour="black"), ((0.0, 1.0), False)
 
@@ -488,6 +518,9 @@ def test_the_text_of_the_arrow_covers_no_line() -> None:
     assert _free_spot([line((0.0, 0.9), (1.0, 0.9))], unit, unit)[1] < 0.5
     assert _free_spot([falling], unit, unit) == (_RIGHT[1], 0.04)
     assert _free_spot([falling, low], unit, unit) == (0.97, 0.97)
+    longest = dataclasses.replace(line((1.0, 0.9)), marker="o")  # 3% from the edge
+    steep = line((0.0, 1.0), (0.3, 0.6))  # one piece of it is there instead
+    assert _free_spot([low, longest, steep], ((0.0, 1.03), False), unit) == (_RIGHT[1], 0.97)
 
 
 def test_the_text_of_the_arrow_stays_inside_the_axes(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from support.report import cifar_rows, language_runs, run_of
 from lawa_lab.report.page import render_page, save_page
 from lawa_lab.report.runs import Run
 from lawa_lab.report.summary import Report, summarise
-from lawa_lab.report.words import caveat, finding, say_mean
+from lawa_lab.report.words import caveat, finding, say_mean, seen_at_targets
 from torch_lawa import __version__
 
 pytestmark = pytest.mark.slow
@@ -246,3 +246,21 @@ def test_a_saving_of_some_seeds_is_not_said_to_be_more_than_that_of_all() -> Non
     metric = summarise([Run("toy", "sgd", rows)]).recipes[0].metrics[0]
     said = caveat(metric.main[0])
     assert "optimistic: at the raw weights' own final value, it is 2 epochs in 1 of 2 seeds" in said
+
+
+def test_the_largest_saving_at_a_value_of_the_average_is_not_called_the_largest_of_all() -> None:
+    """Both averages jump over 6, where two epochs are saved; at 8, which they had, it is one."""
+    curves = (
+        (0, (9, 9, 8, 7.9, 6), (9, 8, 5, 5, 5)),
+        (1, (9, 9, 8, 7.9, 6, 5), (9, 8, 5.5, 5.5, 5.5, 5.5)),  # its final value is never reached
+    )
+    rows = tuple(
+        {"epoch": e, "seed": seed, "weights": w, "k": k, "loss": loss}
+        for seed, raw, averaged in curves
+        for w, k, losses in (("raw", None, raw), ("averaged", 2, averaged))
+        for e, loss in enumerate(losses, start=1)
+    )
+    metric = summarise([Run("toy", "sgd", rows)]).recipes[0].metrics[0]
+    [row] = metric.main
+    assert "The mean saving is largest, 2 epochs, at 6" in seen_at_targets(metric.metric, row)
+    assert "Of the average's own values this one has the largest saving" in caveat(row)

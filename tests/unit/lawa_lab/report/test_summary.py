@@ -1,6 +1,7 @@
 """A report against runs small enough to work out by hand."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from lawa_lab.report.curves import Metric
 from lawa_lab.report.runs import Run, Series
 from lawa_lab.report.savings import Stretch, compare
 from lawa_lab.report.summary import MainRow, MetricReport, summarise
-from lawa_lab.report.words import seen_at_targets
+from lawa_lab.report.words import finding, seen_at_targets
 from torch_lawa.errors import ConfigError, FormatError
 from torch_lawa.metrics import Row
 
@@ -315,6 +316,17 @@ def test_where_it_lost_is_one_sentence_per_run() -> None:
         assert part in said
     rows = rows_of([9, 8, 7]) + rows_of([None, 7, 6], 2)
     assert report_on(run_of(rows)).losses == ("k = 2: never behind its raw weights.",)
+
+
+def test_a_seed_that_saved_something_is_not_denied() -> None:
+    """Seed 0 had 7 and 6 an epoch early; seed 1 reached neither, so there is no mean."""
+    rows = rows_of([9, 8, 7, 6], seed=0) + rows_of([9, 7, 6, 6], 2, seed=0)
+    rows += rows_of([8, 7, 6, 5], seed=1) + rows_of([9, 9, 9, 8], 2, seed=1)
+    report = report_on(run_of(rows))
+    assert [seed.saved for seed in report.main[0].final.by_seed] == [1, None]
+    [lost] = report.losses
+    for said in (lost, finding("toy", report.metric, report.main[0])):
+        assert re.search(r"reached no .* earlier than .* in the mean of 2 seeds", said)
 
 
 def test_an_average_of_a_run_that_gets_worse_saves_nothing_but_is_not_behind() -> None:
