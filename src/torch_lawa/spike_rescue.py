@@ -133,7 +133,7 @@ class SpikeRescue:
         self, model: nn.Module, optimizer: Optimizer | None, loss: SupportsFloat | Tensor
     ) -> bool:
         """Check a loss and go back if it is a spike; returns whether to skip the batch."""
-        refuse_masters(model)
+        _check_arguments(model, optimizer)
         if not self.check(loss):
             return False
         self.restore(model, optimizer)
@@ -158,7 +158,7 @@ class SpikeRescue:
         snapshot. BatchNorm statistics that are not finite there, or that a broken batch has already
         spoiled, start anew.
         """
-        refuse_masters(model)
+        _check_arguments(model, optimizer)
         refuse_if_swapped(model, "SpikeRescue.restore was called")
         self._num_high, self._num_in_vain = 0, self._num_in_vain + 1
         self.num_rescues += 1
@@ -236,6 +236,10 @@ class SpikeRescue:
 
     def _shared(self, loss: SupportsFloat | Tensor) -> float:
         """The mean over the ranks; Inf if that of any rank is not finite."""
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise ConfigError(
+                f"the loss has shape {tuple(loss.shape)}: give one number, such as loss.mean()."
+            )
         value = float(loss.detach() if isinstance(loss, Tensor) else loss)
         return self._mean(value if math.isfinite(value) else math.inf, "SpikeRescue.check")
 
@@ -264,6 +268,17 @@ class SpikeRescue:
     def _newest(self) -> str:
         steps = self.averager.snapshot_steps
         return f"step {steps[-1]}" if steps else "there was none"
+
+
+def _check_arguments(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Refuse at the first call what the first spike, hours later, would stumble over."""
+    has_groups = optimizer is None or hasattr(optimizer, "param_groups")
+    if not isinstance(model, nn.Module) or not has_groups:
+        raise ConfigError(
+            f"got a {type(model).__name__} as the model and a {type(optimizer).__name__} as the "
+            "optimizer: pass the model first, then its optimizer."
+        )
+    refuse_masters(model)
 
 
 def refuse_masters(model: nn.Module) -> None:

@@ -5,14 +5,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
+import torch
 
 from torch_lawa.cli import main
 from torch_lawa.cli.progress import run_with_progress
 from torch_lawa.cli.signals import StopRequest, interruptible
+from torch_lawa.offline.average import run_average
 from torch_lawa.offline.engine import Meter, Stopped, in_threads
+from torch_lawa.offline.plan import plan_average
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
 
@@ -90,6 +94,31 @@ def test_work_ends_after_its_piece_and_is_cleaned_up() -> None:
     with pytest.raises(click.Abort):
         run_with_progress(act, meter, "", shown=False)
     assert cleaned == [True]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_conversion_ends_too(tmp_path: Path, begun: bool) -> None:
+    """Before the PyTorch file is begun, and in the middle of it."""
+    (tmp_path / "run").mkdir()
+    for step in 1, 2:
+        values = {f"w{i}": torch.full((50_000,), float(step)) for i in range(8)}
+        torch.save(values, tmp_path / f"run/step_{step}.pt")
+    written = []
+
+    class InterruptedMeter(Meter):
+        def proceed(self) -> None:
+            staged = tmp_path.glob("mean.pt.*.partial/new/mean.pt.values")
+            written.append(sum(path.with_suffix("").stat().st_size for path in staged))
+            if written[-1] >= begun:
+                self.stop()
+            super().proceed()
+
+    plan = plan_average(tmp_path / "run", tmp_path / "mean.pt", last=2)
+    with pytest.raises(Stopped):
+        run_average(plan, meter=InterruptedMeter())
+    assert (written[-1] > 0) == begun
+    assert written[-1] < (tmp_path / "run/step_1.pt").stat().st_size / 2
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_work_that_finishes_all_the_same_is_not_lost() -> None:

@@ -183,7 +183,10 @@ def run_average(
             meter.total += sum(file.size for file in files)
             hashes = per_input(opened, hash_files(files, threads, meter))
         metadata = metadata_of(plan, hashes)
-        with writing(plan.output, metadata, plan.aliases) as sink, refusing_changes(opened):
+        with (
+            writing(plan.output, metadata, plan.aliases, meter=meter) as sink,
+            refusing_changes(opened),
+        ):
             before = time.perf_counter()
             # In the order of the output, so that it is written front to back.
             spans = whole(tensor for file in sink.files for tensor, _ in file.tensors)

@@ -79,6 +79,11 @@ class Meter:
         """Make every thread end after its current piece."""
         self.stopped = True
 
+    def proceed(self) -> None:
+        """Raise `Stopped` once the work is to stop."""
+        if self.stopped:
+            raise Stopped
+
 
 def default_threads(checkpoints: Sequence[Checkpoint], processes: int = 1) -> int:
     """One thread per core, shared among the `processes` on this machine; more for remote files.

@@ -33,6 +33,7 @@ from torch_lawa.checkpoints.storage.paths import LocalPath, Location, RemoteURL
 from torch_lawa.errors import LawaError, OutputError
 from torch_lawa.garbage import paused_garbage_collection
 from torch_lawa.mean.dtypes import DTYPES
+from torch_lawa.offline.engine import Meter
 from torch_lawa.offline.matching import PlannedTensor
 from torch_lawa.offline.output_plan import Output
 from torch_lawa.system_errors import named_errors
@@ -82,11 +83,14 @@ def writing(
     aliases: Mapping[str, str],
     *,
     shared: bool = False,
+    meter: Meter | None = None,
 ) -> Iterator[SafetensorsSink]:
     """A sink for the tensors of `output`, which is published when the block succeeds.
 
-    With `shared`, other processes write to the files of the sink as well.
+    With `shared`, other processes write to the files of the sink as well. A `meter` also stops the
+    conversion to another format, which may take as long as the block.
     """
+    proceed = (meter or Meter()).proceed
     with _aside(output) as folder:
         files = lay_out(folder, output, {**metadata, **aliases}, flushed=shared)
         sink = SafetensorsSink(folder, files)
@@ -102,9 +106,14 @@ def writing(
             _copy(location, folder / location.name, output)
         made = folder / output.shards[0].file
         target = folder if output.is_folder else made
-        output.writer.finish(
-            StagedValues(made, target, aliases, metadata, output.nested_under, output.newest)
+        staged = StagedValues(
+            made, target, aliases, metadata, output.nested_under, output.newest, proceed
         )
+        try:
+            output.writer.finish(staged)
+        except Exception:
+            proceed()  # PyTorch hides `Stopped` behind an error of its own
+            raise
         _deliver(folder, output)
 
 

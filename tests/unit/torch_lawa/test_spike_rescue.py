@@ -314,6 +314,22 @@ def test_mistakes_are_explained() -> None:
         rescue(model, None, math.nan)
 
 
+def test_wrong_arguments_are_refused_at_once() -> None:
+    """Not at the first spike, when the newest snapshots have left the window."""
+    model, averager = net(), LatestWeightAverager(k=2)
+    optimizer, rescue = torch.optim.SGD(model.parameters(), lr=0.1), SpikeRescue(averager)
+    wrong: tuple[Any, ...] = ((optimizer, model), (optimizer, None), (model, model))
+    for pair in wrong:
+        with pytest.raises(ConfigError, match="the model first"):
+            rescue(*pair, 1.0)
+        with pytest.raises(ConfigError, match="the model first"):
+            rescue.restore(*pair)
+    with pytest.raises(ConfigError, match=r"shape \(3,\).*one number"):
+        rescue(model, optimizer, torch.ones(3))
+    assert not rescue(model, optimizer, torch.ones(1))
+    assert rescue.num_rescues == 0
+
+
 def test_an_engine_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at the first spike, hours later."""
     monkeypatch.setattr(spike_rescue, "masters_of", lambda model: object())

@@ -15,7 +15,7 @@ from torch_lawa.checkpoints.find.step_names import (
 from torch_lawa.checkpoints.formats.base import TrainingProgress
 from torch_lawa.checkpoints.formats.huggingface import DIFFUSERS, weights_stem
 from torch_lawa.checkpoints.formats.registry import file_suffixes, format_of_folder, typical_files
-from torch_lawa.checkpoints.storage.paths import Location
+from torch_lawa.checkpoints.storage.paths import LocalPath, Location
 from torch_lawa.errors import FormatError
 from torch_lawa.units import few
 
@@ -233,10 +233,17 @@ def _holds(contents: FolderContents) -> bool:
 
 def _add_file(contents: FolderContents, file: Location) -> None:
     why = UNFINISHED if is_temporary(file.name) else reason_against(file.name)
-    if why is None and file.is_file():  # not a dangling link
+    if why is None and file.is_file():
         contents.entries.append(Candidate(file, file))
     elif why == UNFINISHED or (why == SHARD and not contents.own):
         contents.left_out[file.name] = why
+    elif (why is None or parse_name(file.name).known) and _is_dangling(file):
+        contents.left_out[file.name] = "a link to nothing"
+
+
+def _is_dangling(location: Location) -> bool:
+    path = location.path if isinstance(location, LocalPath) else None
+    return path is not None and path.is_symlink() and not path.exists()
 
 
 def _add_folders(contents: FolderContents, folders: list[Location], depth: int) -> None:

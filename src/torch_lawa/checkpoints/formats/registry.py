@@ -56,6 +56,7 @@ class StagedValues:
     metadata: Mapping[str, str]  # the newest input's, and the provenance of the average
     nested_under: str  # the dotted key that held the weights in the inputs ("" for the top)
     newest: "Location"  # the newest input
+    proceed: Callable[[], None] = lambda: None  # called between pieces; raises if it is to stop
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class FormatWriter:
         """Replace the staged values by the result, flushed to disk."""
         if self.convert is None:
             return
+        staged.proceed()
         aside = staged.values.rename(staged.values.with_name(f"{staged.values.name}.values"))
         self.convert(replace(staged, values=aside))
         aside.unlink()

@@ -8,9 +8,9 @@ import copyreg
 import pickle
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -45,7 +45,8 @@ def write_file(staged: StagedValues) -> None:
     ):
         state = _state(staged)
         state._metadata = OrderedDict(staged.metadata)  # type: ignore[attr-defined]
-        torch.save(_nested(state, staged.nested_under), file, pickle_module=_faster_pickle())
+        target: Any = _Interruptible(file, staged.proceed)
+        torch.save(_nested(state, staged.nested_under), target, pickle_module=_faster_pickle())
 
 
 def write_distributed(staged: StagedValues) -> None:
@@ -62,6 +63,20 @@ def write_distributed(staged: StagedValues) -> None:
         save(state, storage_writer=FileSystemWriter(folder))
     with named_errors(folder):
         write_provenance(folder, staged.metadata)
+
+
+class _Interruptible:
+    """A file for `torch.save`, which writes a tensor in one call: asks before each call."""
+
+    def __init__(self, file: BinaryIO, proceed: Callable[[], None]) -> None:
+        self._file, self._proceed = file, proceed
+
+    def write(self, data: bytes) -> int:
+        self._proceed()
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 def _faster_pickle() -> Any:

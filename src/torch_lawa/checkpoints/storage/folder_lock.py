@@ -15,6 +15,7 @@ except ImportError:  # Windows
 __all__ = ["LOCK", "FolderLock", "try_lock"]
 
 LOCK = "lock"  # the name of the lock file
+_open_locks: "weakref.WeakSet[FolderLock]" = weakref.WeakSet()
 
 
 def try_lock(handle: int, path: Path) -> bool | None:
@@ -41,8 +42,8 @@ def try_lock(handle: int, path: Path) -> bool | None:
 class FolderLock:
     """Held until `release`, until it is garbage-collected, or until the process ends in any way.
 
-    Forked processes (workers of a `DataLoader`) inherit the open lock file. They neither own the
-    folder nor keep the lock when its owner releases it.
+    Forked processes (workers of a `DataLoader`) close the lock file that they inherit, because the
+    lock lasts as long as it is open anywhere: workers outlive an owner that is killed for seconds.
 
     Args:
         folder: The folder to lock; it is created.
@@ -60,6 +61,7 @@ class FolderLock:
                 "process can write to."
             ) from error
         self.release = weakref.finalize(self, _release, handle, self._owner)
+        _open_locks.add(self)
         if fcntl is not None and not try_lock(handle, folder / LOCK):
             self.release()
             raise StoreError(f"{folder}: {busy}")
@@ -72,6 +74,16 @@ class FolderLock:
                 f"{self._owner}) and cannot change it. Collect there, or make an averager with a "
                 "folder of its own in this process."
             )
+
+
+def _close_in_fork() -> None:
+    for lock in list(_open_locks):
+        if (held := lock.release.detach()) is not None:
+            os.close(held[2][0])
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_close_in_fork)
 
 
 def _release(handle: int, owner: int) -> None:

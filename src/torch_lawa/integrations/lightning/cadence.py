@@ -46,7 +46,7 @@ def make_cadence(
     one_of("interval", interval, ("step", "epoch"))
     if sum(g is not None for g in (schedule, update_every_n_steps, update_every_n_epochs)) > 1:
         raise ConfigError(
-            "schedule, update_every_n_steps and update_every_n_epochs: pass only one."
+            "schedule, horizon, update_every_n_steps and update_every_n_epochs: pass only one."
         )
     by_steps = update_every_n_steps is not None or (schedule is not None and interval == "step")
     unit: Unit = "steps" if by_steps else "epochs"

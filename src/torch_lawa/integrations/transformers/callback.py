@@ -122,7 +122,8 @@ class LatestWeightAveragingCallback(TrainerCallback):
         if type(collect_every) is not int or collect_every < 1:
             raise ConfigError(f"collect_every={collect_every!r}: it must be an int of at least 1.")
         if schedule is not None and collect_every != 1:
-            raise ConfigError(f"schedule={schedule} and collect_every={collect_every}: give one.")
+            given = f"schedule={schedule}" if horizon is None else f"horizon={horizon}"
+            raise ConfigError(f"{given} and collect_every={collect_every}: pass only one.")
         if strategy == "save" and collect_every != 1:
             raise ConfigError(
                 f"collect_every={collect_every} with collect_strategy='save': every save is "

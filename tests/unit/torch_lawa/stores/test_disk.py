@@ -271,6 +271,39 @@ def test_forked_processes_neither_write_nor_keep_the_folder(tmp_path: Path) -> N
     assert found == "[1.5, 1.5, 1.5, 1.5]"
 
 
+KILLED = """
+import os, signal, sys, time, torch
+from torch_lawa import DiskStore, LatestWeightAverager
+
+owner = LatestWeightAverager(k=2, store=DiskStore(sys.argv[1]))
+for value in 1.0, 2.0:
+    owner.collect({"w": torch.full((4,), value)})
+owner.wait()
+worker = os.fork()
+if worker == 0:  # as the worker of a loader, which looks for its parent every few seconds
+    os.closerange(0, 3)
+    time.sleep(30)
+    os._exit(0)
+print(worker, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_the_workers_of_a_killed_owner_do_not_keep_the_folder(tmp_path: Path) -> None:
+    """A run that is started again at once continues with its window."""
+    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    worker = int(done.stdout)
+    try:
+        again = LatestWeightAverager(k=2, store=DiskStore(tmp_path))
+        assert again.average()["w"].tolist() == [1.5] * 4
+        os.kill(worker, 0)  # it is still there
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
 def test_a_store_is_that_of_one_averager(tmp_path: Path) -> None:
     """Two would push each other's snapshots out, and average what the other collected."""
     store, state = DiskStore(tmp_path), {"w": torch.ones(4)}

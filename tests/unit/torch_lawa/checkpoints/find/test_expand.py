@@ -220,13 +220,22 @@ def test_a_link_in_a_run_is_counted_once(tmp_path: Path) -> None:
     make(tmp_path, [*hugging_face("checkpoint-5", "checkpoint-10"), "step-4.pt"])
     (tmp_path / "latest").symlink_to("checkpoint-10")
     (tmp_path / "a-step-4.pt").symlink_to(tmp_path / "step-4.pt")
-    (tmp_path / "step-9.pt").symlink_to("nowhere")
     found = find_checkpoints([tmp_path])
     assert names(found, tmp_path) == ["step-4.pt", "checkpoint-5", "checkpoint-10"]
     assert sorted(found.notes) == [
         f"counted once: {tmp_path}/checkpoint-10 is also {tmp_path}/latest",
         f"counted once: {tmp_path}/step-4.pt is also {tmp_path}/a-step-4.pt",
     ]
+
+
+def test_a_link_to_nothing_is_left_out_with_a_note(tmp_path: Path) -> None:
+    """It may be the newest checkpoint, and an older one is taken in its place."""
+    make(tmp_path, ["run/step-4.pt", "run/step-8.pt"])
+    for name in ("step-9.pt", "checkpoint-10", "notes.txt", "optimizer.pt"):
+        (tmp_path / "run" / name).symlink_to("nowhere")
+    found = find_checkpoints([tmp_path / "run"])
+    assert names(found, tmp_path) == ["run/step-4.pt", "run/step-8.pt"]
+    assert found.notes == ("left out: checkpoint-10, step-9.pt (a link to nothing)",)
 
 
 def test_links_alone_keep_the_name_with_a_step(tmp_path: Path) -> None:
