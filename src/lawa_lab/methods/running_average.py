@@ -11,7 +11,7 @@ from torch_lawa.errors import NotReadyError, StateError
 from torch_lawa.shards import local, reshard
 from torch_lawa.swap import swapped
 
-__all__ = ["RunningAverage", "averaged_parameters"]
+__all__ = ["RunningAverage", "averaged_parameters", "swapped_values"]
 
 
 class RunningAverage:
@@ -117,3 +117,15 @@ def averaged_parameters(model: nn.Module) -> dict[str, Tensor]:
         for name, parameter in model.named_parameters()
         if parameter.is_floating_point()
     }
+
+
+def swapped_values(model: nn.Module, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+    """Swap values of some of a model's parameters into it, by their names."""
+    targets = {name: local(p.detach()) for name, p in model.named_parameters() if name in values}
+
+    @torch.no_grad()
+    def write() -> None:
+        for name, target in targets.items():
+            target.copy_(local(values[name]))
+
+    return swapped(model, targets, write)
