@@ -79,7 +79,7 @@ class Inspection:
     def __str__(self) -> str:
         lines = [plain(str(self.location))]
         lines += labelled("Format", wrapped(self._described()))
-        lines += labelled("Progress", _progress_lines(self.progress))
+        lines += labelled("Progress", [", ".join(self.progress.words)] * self.progress.known)
         names = [(format_bytes(size), plain(name)) for name, size in self.files.items()]
         if len(names) > _LISTED:
             rest = sum(list(self.files.values())[_LISTED:])
@@ -282,12 +282,6 @@ def _open_all(
     in_threads(min(_OPENING, len(found)), iter(enumerate(found)), work, Meter())
     ordered = [made[at] for at in range(len(found))]
     return tuple(form for form, _ in ordered), tuple(size for _, size in ordered)
-
-
-def _progress_lines(progress: TrainingProgress) -> list[str]:
-    known = {"step": progress.step, "epoch": progress.epoch}
-    text = ", ".join(f"{name} {number}" for name, number in known.items() if number is not None)
-    return [text] if text else []
 
 
 def _read_provenance(opened: Checkpoint) -> dict[str, Any] | None:
