@@ -39,11 +39,6 @@ class Wrapper(Typed, abc.ABC):
         usual = all(getattr(self, item.name) == item.default for item in fields)
         return self.name if usual else super().__str__()
 
-    @property
-    @abc.abstractmethod
-    def copies(self) -> int:
-        """Copies of the model's weights that it keeps between steps."""
-
     @abc.abstractmethod
     def build(self, run: "WrappedRun") -> "BuiltWrapper":
         """The wrapper of a run, before its first step."""
