@@ -15,7 +15,6 @@ from torch_lawa.checkpoints.formats.base import (
     TensorSpec,
     TrainingProgress,
 )
-from torch_lawa.checkpoints.formats.huggingface import read_json
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.provenance import PROVENANCE, PROVENANCE_FILE
 from torch_lawa.checkpoints.storage.paths import Location, parse_location
@@ -289,7 +288,7 @@ def _read_provenance(opened: Checkpoint) -> dict[str, Any] | None:
     text: object = opened.metadata.get(PROVENANCE)
     if text is None and opened.layout in ("distributed", "megatron"):
         beside = opened.location.child(PROVENANCE_FILE)
-        text = read_json(beside).get(PROVENANCE) if beside.is_file() else None
+        text = beside.read_json().get(PROVENANCE) if beside.is_file() else None
     try:
         made = json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError):
