@@ -28,7 +28,7 @@ from launcher import add_options, run_all
 
 from lawa_lab.recipes.budgets import BudgetedRun
 from lawa_lab.recipes.loop import Branch
-from lawa_lab.recipes.registry import find_recipe
+from lawa_lab.recipes.registry import RECIPES
 from lawa_lab.recipes.run_folder import RunFolder, RunPlan
 
 
@@ -154,7 +154,7 @@ def plan_run(study: Study, name: str, data: Path, out: Path, *, smoke: bool) -> 
     if found is None:
         raise SystemExit(f"{name}: not a run, such as constant-1e-3-seed-0 or cosine-1e-3-0.5e")
     held_out, kind, rate, epochs, weight_decay, warm, momentum, wrap, seed = found.groups()
-    recipe = find_recipe(study.recipe)
+    recipe = RECIPES.find(study.recipe)
     settings = {
         **(recipe.smoke_values if smoke else {}),
         **study.shared,

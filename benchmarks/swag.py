@@ -31,7 +31,7 @@ from lawa_lab.methods.ensemble import ensemble_scores
 from lawa_lab.methods.ring import RingWeights
 from lawa_lab.recipes.catalog.digits import DigitsConfig
 from lawa_lab.recipes.loop import make_task
-from lawa_lab.recipes.registry import find_recipe
+from lawa_lab.recipes.registry import RECIPES
 from lawa_lab.recipes.run_folder import RunPlan
 from lawa_lab.recipes.runtime import choose_worker, deterministic
 from lawa_lab.recipes.task import Worker
@@ -62,7 +62,7 @@ class Ensembles:
     def plan(self, seed: int, data: Path | None) -> RunPlan:
         """The run of a seed."""
         study = STUDIES[self.study]
-        recipe = find_recipe(study.recipe)
+        recipe = RECIPES.find(study.recipe)
         settings = {**(recipe.smoke_values if self.smoke else {}), **study.shared}
         settings |= study.smoke if self.smoke else {}
         settings |= {"learning_rate": self.rate, "schedule": "constant", "epochs": max(self.epochs)}

@@ -17,7 +17,7 @@ import torch
 from record import Log, median
 
 from lawa_lab.recipes.loop import make_task
-from lawa_lab.recipes.registry import find_recipe
+from lawa_lab.recipes.registry import RECIPES
 from lawa_lab.recipes.run_folder import RunPlan
 from lawa_lab.recipes.runtime import choose_worker, deterministic
 from lawa_lab.recipes.trainer import Trainer
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
     log, worker = Log(arguments.out), choose_worker()
-    config = find_recipe(arguments.recipe)(schedule="constant", batch_norm=("re-estimated",))
+    config = RECIPES.find(arguments.recipe)(schedule="constant", batch_norm=("re-estimated",))
     plan = RunPlan(config=config, data=str(arguments.data) if arguments.data else None)
     with deterministic(None):
         trainer = Trainer(plan, make_task(plan, worker), worker)

@@ -30,13 +30,13 @@ class Registry(Mapping[str, Entry]):
     """
 
     def __init__(self, kind: str, package: str | None = None) -> None:
-        self._kind, self._package = kind, package
+        self.kind, self._package = kind, package
         self._entries: dict[str, Entry] = {}
 
     def add(self, name: str, entry: Entry) -> None:
         """Register an entry; a name can be taken only once."""
         if name in self._entries:
-            raise ConfigError(f"the {self._kind} {name!r} is registered already")
+            raise ConfigError(f"the {self.kind} {name!r} is registered already")
         self._entries[name] = entry
 
     def remove(self, name: str) -> None:
@@ -46,7 +46,7 @@ class Registry(Mapping[str, Entry]):
     def find(self, name: str) -> Entry:
         """The entry of that name; the error lists the names that exist."""
         if name not in self:
-            raise ConfigError(f"there is no {self._kind} {name!r}: choose from {', '.join(self)}")
+            raise ConfigError(f"there is no {self.kind} {name!r}: choose from {', '.join(self)}")
         return self[name]
 
     def __getitem__(self, name: str) -> Entry:
@@ -101,7 +101,7 @@ def typed_entries(registry: Registry[type[AnyTyped]]) -> str:
     return ", ".join(entry.typed for entry in registry.values())
 
 
-def parse_typed(registry: Registry[type[AnyTyped]], kind: str, text: str) -> AnyTyped:
+def parse_typed(registry: Registry[type[AnyTyped]], text: str) -> AnyTyped:
     """An object from its name and parameters; the error says how to write it."""
     name, *words = text.split(":")
     entry = registry.find(name)
@@ -110,4 +110,4 @@ def parse_typed(registry: Registry[type[AnyTyped]], kind: str, text: str) -> Any
     except (TypeError, ValueError, OverflowError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{kind} {text!r}: write it as {entry.typed}") from None
+        raise ConfigError(f"{registry.kind} {text!r}: write it as {entry.typed}") from None

@@ -483,7 +483,7 @@ class LatestWeightAverager:
         none_yet = "call averager.collect(model) first."
         if self._num_steps and not self.num_collected:  # else `reset` or a rescue dropped them
             none_yet = f"none was due in {counted(self._num_steps, 'step')}, by {self._schedule}."
-        return self._window.num_averaged(k, self.num_averaged, self._min_snapshots, none_yet)
+        return self._window.num_to_average(k, self.num_averaged, self._min_snapshots, none_yet)
 
     def _counters(self) -> Counters:
         return {

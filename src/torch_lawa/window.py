@@ -164,7 +164,7 @@ class Window:
             )
         return label
 
-    def num_averaged(self, k: int | None, usual: int, needed: int, none_yet: str) -> int:
+    def num_to_average(self, k: int | None, usual: int, needed: int, none_yet: str) -> int:
         """How many snapshots to average: `k`, or the `usual` number; raises if there are too few.
 
         The usual number is too small if it is below `needed`; `none_yet` says why there are none.
@@ -319,7 +319,7 @@ class Window:
 
     def load(self, saved: SavedWindow) -> None:
         """Replace everything by what was saved; of the snapshots by the newest that fit."""
-        layouts = self.averaged, self.kept  # a bound model's names are known without snapshots
+        layouts = self.averaged, self.kept  # without snapshots, a bound model's names stay known
         if saved.contents:
             newest = saved.contents[-1]
             layouts = self._layouts(newest.averaged, newest.kept, saved.dtypes)

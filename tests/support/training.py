@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lawa_lab.recipes.loop import Outcome, TrainingCallback, train
-from lawa_lab.recipes.registry import find_recipe
+from lawa_lab.recipes.registry import RECIPES
 from lawa_lab.recipes.run_folder import RunFolder, RunPlan
 from lawa_lab.recipes.task import Worker
 from torch_lawa.metrics import Row, read_metrics
@@ -24,7 +24,7 @@ class StopAt(TrainingCallback):
 
 
 def smoke_plan(recipe: str, *, seed: int = 3, **changes: Any) -> RunPlan:
-    kind = find_recipe(recipe)
+    kind = RECIPES.find(recipe)
     config = kind(**{**kind.smoke_values, **changes})
     return RunPlan(config=config, seed=seed, smoke=True)
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from lawa_lab.methods.fitting import FittingData
 from lawa_lab.methods.ring import RingAverage, gram_matrices, snapshots_of
+from lawa_lab.methods.running_average import swapped_values
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.coefficients import Weights
 from torch_lawa.mean.blocks import mean_reference
-from torch_lawa.swap import swapped
 
 __all__ = ["AcceleratedAverage", "PerTensorAcceleration"]
 
@@ -76,15 +76,7 @@ class PerTensorAcceleration(AcceleratedAverage):
 
     def swapped_into(self, model: nn.Module) -> AbstractContextManager[None]:
         """Swap every tensor's own combination into the model."""
-        found = self._combined()
-        targets = {name: p.detach() for name, p in model.named_parameters() if name in found}
-
-        @torch.no_grad()
-        def write() -> None:
-            for name, target in targets.items():
-                target.copy_(found[name])
-
-        return swapped(model, targets, write)
+        return swapped_values(model, self._combined())
 
     def average(self) -> dict[str, Tensor]:
         """Every tensor's own combination; others are those of the newest snapshot."""

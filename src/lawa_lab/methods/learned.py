@@ -1,7 +1,6 @@
 """Trainable weight averaging (Li et al., 2023): gradient descent in the span of the snapshots."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -61,9 +60,7 @@ class LearnedAverage(RingAverage):
             for name, parameter in data.model.named_parameters()
             if parameter.requires_grad and name in snapshots[0]
         }
-        with ExitStack() as stack:
-            stack.enter_context(self.swapped(data.model, weights))
-            stack.enter_context(torch.enable_grad())
+        with self.swapped(data.model, weights), torch.enable_grad():
             found = torch.autograd.grad(
                 data.loss(batch), list(parameters.values()), allow_unused=True
             )

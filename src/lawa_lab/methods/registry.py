@@ -65,4 +65,4 @@ def parse_method(text: str) -> Method:
     >>> parse_method("ema:0.999")
     Ema(decay=0.999)
     """
-    return parse_typed(METHODS, "method", text)
+    return parse_typed(METHODS, text)

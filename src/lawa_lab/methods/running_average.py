@@ -11,7 +11,7 @@ from torch_lawa.errors import NotReadyError, StateError
 from torch_lawa.shards import local, reshard
 from torch_lawa.swap import swapped
 
-__all__ = ["RunningAverage", "averaged_parameters"]
+__all__ = ["RunningAverage", "averaged_parameters", "swapped_values"]
 
 
 class RunningAverage:
@@ -33,34 +33,24 @@ class RunningAverage:
     """
 
     def __init__(self, model: nn.Module, weight: Callable[[int], float], *, kind: str) -> None:
-        self._weight, self._kind = weight, kind
+        self._weight, self.kind = weight, kind
         # Now, since it may begin here, and a sharded checkpoint be loaded before the first step.
         self._average = {
             name: tensor.clone() for name, tensor in averaged_parameters(model).items()
         }
-        self._num_steps = 0
-
-    @property
-    def kind(self) -> str:
-        """The method with its parameters, such as "ema:0.999"."""
-        return self._kind
-
-    @property
-    def num_steps(self) -> int:
-        """How many steps have been averaged."""
-        return self._num_steps
+        self.num_steps = 0  # that have been averaged
 
     @property
     def ready(self) -> bool:
         """Whether a step has been counted."""
-        return self._num_steps > 0
+        return self.num_steps > 0
 
     @torch.no_grad()
     def collect(self, model: nn.Module, *, step: int | None = None) -> None:
         """Move the average towards the model's weights."""
-        self._num_steps += 1
+        self.num_steps += 1
         average, weights = self._pairs(model)
-        share = self._weight(self._num_steps)
+        share = self._weight(self.num_steps)
         if share == 1.0:
             torch._foreach_copy_(average, weights)
         else:
@@ -73,7 +63,7 @@ class RunningAverage:
 
     def restart(self) -> None:
         """Begin a new average with the next step."""
-        self._num_steps = 0
+        self.num_steps = 0
 
     def swapped_into(self, model: nn.Module) -> AbstractContextManager[None]:
         """Swap the average into the model; weights and buffers are restored on any exit."""
@@ -93,7 +83,7 @@ class RunningAverage:
 
     def state_dict(self) -> dict[str, Any]:
         """The average and the number of steps."""
-        return {"average": dict(self._average), "num_steps": self._num_steps}
+        return {"average": dict(self._average), "num_steps": self.num_steps}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -102,12 +92,12 @@ class RunningAverage:
         shapes = {name: tensor.shape for name, tensor in self._average.items()}
         if {name: tensor.shape for name, tensor in saved.items()} != shapes:
             raise StateError(
-                f"the saved state of {self._kind} is of other parameters than the model's: build "
+                f"the saved state of {self.kind} is of other parameters than the model's: build "
                 "the model as it was when the state was saved."
             )
         for name, tensor in self._average.items():
             local(tensor).copy_(local(saved[name]))
-        self._num_steps = int(state["num_steps"])
+        self.num_steps = int(state["num_steps"])
 
     def _pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         weights = averaged_parameters(model)
@@ -116,7 +106,7 @@ class RunningAverage:
 
     def _require_ready(self) -> None:
         if not self.ready:
-            raise NotReadyError(f"{self._kind}: no step has been averaged yet; call step() first.")
+            raise NotReadyError(f"{self.kind}: no step has been averaged yet; call step() first.")
 
 
 def averaged_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -127,3 +117,15 @@ def averaged_parameters(model: nn.Module) -> dict[str, Tensor]:
         for name, parameter in model.named_parameters()
         if parameter.is_floating_point()
     }
+
+
+def swapped_values(model: nn.Module, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+    """Swap values of some of a model's parameters into it, by their names."""
+    targets = {name: local(p.detach()) for name, p in model.named_parameters() if name in values}
+
+    @torch.no_grad()
+    def write() -> None:
+        for name, target in targets.items():
+            target.copy_(local(values[name]))
+
+    return swapped(model, targets, write)

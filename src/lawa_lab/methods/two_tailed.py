@@ -32,11 +32,6 @@ class TwoTailedAverage:
         """Whether a step has been averaged."""
         return self._long.ready
 
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """How many steps the long and the short mean have."""
-        return self._long.num_steps, self._short.num_steps
-
     def collect(self, model: nn.Module, *, step: int | None = None) -> None:
         """Take the weights into both means."""
         self._long.collect(model)

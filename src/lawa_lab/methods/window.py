@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lawa_lab.methods.running_average import RunningAverage
+from lawa_lab.methods.running_average import RunningAverage, swapped_values
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.coefficients import Explicit
 from torch_lawa.shards import local
 from torch_lawa.stores.memory import DeviceStore
-from torch_lawa.swap import swapped
 
 __all__ = ["DenseWindow", "WindowMethod"]
 
@@ -82,15 +81,7 @@ class DenseWindow(WindowMethod):
 
     def swapped_into(self, model: nn.Module) -> AbstractContextManager[None]:
         """Swap in the mean of all steps of the window."""
-        mean = self.average()
-        targets = {name: local(p.detach()) for name, p in model.named_parameters() if name in mean}
-
-        @torch.no_grad()
-        def write() -> None:
-            for name, target in targets.items():
-                target.copy_(local(mean[name]))
-
-        return swapped(model, targets, write)
+        return swapped_values(model, self.average())
 
     @torch.no_grad()
     def average(self) -> dict[str, Tensor]:

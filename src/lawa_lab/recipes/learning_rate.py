@@ -14,8 +14,8 @@ __all__ = ["first_landing_step", "learning_rate"]
 def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
     """The learning rate of a step (from 0) in a run of `num_steps`.
 
-    >>> from lawa_lab.recipes.registry import find_recipe
-    >>> digits = find_recipe("digits")
+    >>> from lawa_lab.recipes.registry import RECIPES
+    >>> digits = RECIPES.find("digits")
     >>> config = digits(learning_rate=1.0, schedule="linear", warmup_steps=2)
     >>> [learning_rate(config, step, 6) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]

@@ -9,7 +9,7 @@ from typing import TypeVar
 from lawa_lab.recipes.config import TrainConfig
 from lawa_lab.registry import Registry
 
-__all__ = ["RECIPES", "find_recipe", "register_recipe"]
+__all__ = ["RECIPES", "register_recipe"]
 
 RECIPES: Registry[type[TrainConfig]] = Registry("recipe", "lawa_lab.recipes.catalog")
 
@@ -20,12 +20,3 @@ def register_recipe(config: type[Config]) -> type[Config]:
     """Register a configuration under its `recipe` name; used as a class decorator."""
     RECIPES.add(config.recipe, config)
     return config
-
-
-def find_recipe(name: str) -> type[TrainConfig]:
-    """The configuration of a recipe.
-
-    >>> find_recipe("cifar100-resnet34")().epochs
-    200
-    """
-    return RECIPES.find(name)

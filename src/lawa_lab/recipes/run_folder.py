@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lawa_lab.recipes.config import TrainConfig
 from lawa_lab.recipes.quantization import is_rounded
-from lawa_lab.recipes.registry import find_recipe
+from lawa_lab.recipes.registry import RECIPES
 from torch_lawa._version import __version__
 from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
 from torch_lawa.checkpoints.storage.atomic import TEMPORARY, publish, recover_all, remove, replacing
@@ -84,7 +84,7 @@ class RunPlan:
             name: tuple(value) if isinstance(value, list) else value
             for name, value in values["hyperparameters"].items()
         }
-        recipe = find_recipe(values["recipe"])
+        recipe = RECIPES.find(values["recipe"])
         if unknown := sorted(given.keys() - recipe.settings().keys()):
             raise ValueError(f"it does not know the settings {', '.join(unknown)}")
         config = recipe(**given)

@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 from torch_lawa.ranks import barrier
 
-__all__ = ["Batch", "Task", "Worker", "mixed_seed", "seeded"]
+__all__ = ["CALIBRATION_EPOCH", "Batch", "Task", "Worker", "mixed_seed", "seeded"]
+
+# The epoch that calibration batches are drawn from: beyond the epochs of any run.
+CALIBRATION_EPOCH = 2**31
 
 # The first dimension of every tensor of a batch is the example.
 Batch: TypeAlias = Sequence[Tensor]

@@ -129,11 +129,6 @@ class Frontier:
     several_peaks: bool  # whether some runs differ in their peak rate alone
     repeated: bool  # whether some differ in nothing that is known, not in their peak rate either
 
-    @property
-    def main(self) -> AnytimeCurve | None:
-        """The curve of the headline."""
-        return next((curve for curve in self.curves if curve.main), None)
-
 
 def frontier_of(
     runs: Sequence[Run], metric: Metric, axis: Axis, k: int | None = None

@@ -39,11 +39,6 @@ class Wrapper(Typed, abc.ABC):
         usual = all(getattr(self, item.name) == item.default for item in fields)
         return self.name if usual else super().__str__()
 
-    @property
-    @abc.abstractmethod
-    def copies(self) -> int:
-        """Copies of the model's weights that it keeps between steps."""
-
     @abc.abstractmethod
     def build(self, run: "WrappedRun") -> "BuiltWrapper":
         """The wrapper of a run, before its first step."""
@@ -66,7 +61,7 @@ def parse_wrappers(texts: Sequence[str], optimizer: str) -> list[Wrapper]:
     >>> parse_wrappers(["sam:0.1", "lookahead"], "sgd")
     [Sam(rho=0.1), Lookahead(k=5, alpha=0.8)]
     """
-    found = [parse_typed(WRAPPERS, "wrapper", text) for text in texts]
+    found = [parse_typed(WRAPPERS, text) for text in texts]
     names = [wrapper.name for wrapper in found]
     if len(set(names)) != len(names):
         raise ConfigError(f"wrap={','.join(texts)}: name each wrapper once")

@@ -5,7 +5,7 @@ Only changes whose own estimate fits are suggested.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -128,7 +128,17 @@ def largest_k(run: TrainingRun) -> int | None:
     >>> largest_k(TrainingRun(params=7_000_000_000, gpus=8))
     28
     """
-    return _last(lambda k: _fits(run, k=k))
+    if not _fits(run, k=1):
+        return None
+    low, high = 1, 2
+    while _fits(run, k=high):
+        low, high = high, 2 * high
+        if high > 1 << 20:  # a disk is taken as unlimited
+            return low
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if _fits(run, k=middle) else (low, middle)
+    return low
 
 
 def smallest_nu(run: TrainingRun) -> int | None:
@@ -158,18 +168,3 @@ def format_seconds(seconds: float) -> str:
 
 def _fits(run: TrainingRun, **change: Any) -> bool:
     return not any(_problems(cost_of(dataclasses.replace(run, **change))))
-
-
-def _last(fits: Callable[[int], bool]) -> int | None:
-    """The largest number that fits, if smaller numbers fit as well; None if 1 does not."""
-    if not fits(1):
-        return None
-    low, high = 1, 2
-    while fits(high):
-        low, high = high, 2 * high
-        if high > 1 << 20:  # a disk is taken as unlimited
-            return low
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low

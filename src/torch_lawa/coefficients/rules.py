@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self, get_args
 
@@ -40,9 +40,25 @@ class Uniform:
         return Weights((1.0,) * n, float(n))
 
 
+class _OneNumber:
+    """What rules with one number share: it is typed after their name, and has a default."""
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        """The number; without an argument the default."""
+        make: Callable[..., Self] = cls
+        return make(float(argument)) if argument else make()
+
+    @property
+    def argument(self) -> str:
+        """The number."""
+        number, *_ = vars(self).values()
+        return f"{number:g}"
+
+
 @register_coefficients("exponential:ALPHA", "ALPHA is the weight of the newest snapshot")
 @dataclass(frozen=True)
-class Exponential:
+class Exponential(_OneNumber):
     """The paper's EXP (appendix C): `ema = alpha * newest + (1 - alpha) * ema`, oldest first.
 
     `alpha` is the weight of the *newest* snapshot. PyTorch's `decay` (`swa_utils.get_ema_avg_fn`)
@@ -63,16 +79,6 @@ class Exponential:
                 "must be in (0, 1]. To convert a torch decay, use alpha = 1 - decay."
             )
 
-    @classmethod
-    def parse(cls, argument: str) -> Self:
-        """`exponential` or `exponential:0.9`."""
-        return cls(float(argument)) if argument else cls()
-
-    @property
-    def argument(self) -> str:
-        """alpha."""
-        return f"{self.alpha:g}"
-
     def weights(self, n: int) -> Weights:
         """`alpha (1 - alpha)^age`, and `(1 - alpha)^(n - 1)` for the oldest."""
         past = 1.0 - self.alpha
@@ -82,7 +88,7 @@ class Exponential:
 
 @register_coefficients("recent:SHARE", "an EMA over the last SHARE of the steps, such as 0.1")
 @dataclass(frozen=True)
-class Recent:
+class Recent(_OneNumber):
     """Recent steps count more: the weights of an EMA whose memory grows with the run.
 
     Its time constant is `share` of the steps so far, so step s counts `s ** (1 / share - 1)`. A
@@ -101,16 +107,6 @@ class Recent:
                 f"Recent(share={self.share}): the share of the steps so far must be above 0 and at "
                 "most 1, such as 0.1."
             )
-
-    @classmethod
-    def parse(cls, argument: str) -> Self:
-        """`recent` or `recent:0.1`."""
-        return cls(float(argument)) if argument else cls()
-
-    @property
-    def argument(self) -> str:
-        """The share."""
-        return f"{self.share:g}"
 
     def weights(self, n: int) -> Weights:
         """Those of snapshots at steps 1 to n."""
@@ -244,7 +240,7 @@ def _curve(curve: AnnealingCurve, t: float) -> float:
 
 @register_coefficients("recency:P", "weights snapshot i, oldest first, by i to the power P")
 @dataclass(frozen=True)
-class Recency:
+class Recency(_OneNumber):
     """Snapshot i of n counts i^power: 0 is the uniform mean, 1 the linear one of PMA's WMA.
 
     >>> Recency(1.0).weights(3)
@@ -257,16 +253,6 @@ class Recency:
         if not 0.0 <= self.power <= 20.0:  # more would overflow in a long window
             raise ConfigError(f"Recency({self.power}): the power must be from 0 to 20.")
 
-    @classmethod
-    def parse(cls, argument: str) -> Self:
-        """`recency` or `recency:2`."""
-        return cls(float(argument)) if argument else cls()
-
-    @property
-    def argument(self) -> str:
-        """The power."""
-        return f"{self.power:g}"
-
     def weights(self, n: int) -> Weights:
         """1, 2^power, ..., n^power."""
         numerators = tuple(float(i) ** self.power for i in range(1, n + 1))
@@ -277,7 +263,7 @@ class Recency:
     "trend:AHEAD", "the least-squares line of each weight, AHEAD windows after the newest snapshot"
 )
 @dataclass(frozen=True)
-class Trend:
+class Trend(_OneNumber):
     """A line through the snapshots of every weight by least squares, read ahead of the newest.
 
     The steps between snapshots count as equal. `ahead` is in lengths of the window: 0 is the line
@@ -293,16 +279,6 @@ class Trend:
     def __post_init__(self) -> None:
         if not -1.0 <= self.ahead <= 100.0:
             raise ConfigError(f"Trend({self.ahead}): give a number of windows, from -1 to 100.")
-
-    @classmethod
-    def parse(cls, argument: str) -> Self:
-        """`trend` or `trend:0.5`."""
-        return cls(float(argument)) if argument else cls()
-
-    @property
-    def argument(self) -> str:
-        """How far ahead."""
-        return f"{self.ahead:g}"
 
     def weights(self, n: int) -> Weights:
         """`1 / n + (t - mean of t_i) (t_i - mean of t_i) / sum of squares`; they sum to 1."""

@@ -160,7 +160,7 @@ def _offloaded(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "offloaded_states", None))
 
 
-class _EngineMasters(ABC):
+class _EngineMasters(Masters, ABC):
     """Finds the masters of an engine's parameters once, until they move."""
 
     def __init__(self, engine: nn.Module) -> None:
@@ -182,18 +182,6 @@ class _EngineMasters(ABC):
 
     def _where(self) -> list[int]:
         return [tensor.data_ptr() for tensor in self._memory()]
-
-    @abstractmethod
-    def working_copies(self) -> Sequence[Tensor]:
-        """See `Masters`."""
-
-    @abstractmethod
-    def round_into_copies(self) -> None:
-        """See `Masters`."""
-
-    @abstractmethod
-    def share_copies(self) -> None:
-        """See `Masters`."""
 
     @abstractmethod
     def _memory(self) -> Iterator[Tensor]:

@@ -26,9 +26,9 @@ __all__ = [
     "Span",
     "Stopped",
     "batched",
+    "cut_spans",
     "default_threads",
     "in_threads",
-    "pieces_of",
     "read_piece",
     "refuse_damaged",
     "refusing_changes",
@@ -122,11 +122,6 @@ def cut_spans(spans: Iterable[Span], length: int | None = None) -> Iterator[Span
         piece = length or piece_length(tensor.source.dtype, tensor.target.dtype)
         for start in range(first, last, piece):
             yield tensor, start, min(start + piece, last)
-
-
-def pieces_of(tensors: Sequence[PlannedTensor], length: int | None = None) -> Iterator[Span]:
-    """Cut every tensor into pieces of at most `length` values."""
-    return cut_spans(whole(tensors), length)
 
 
 def run(

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_lawa.checkpoints.formats.huggingface import INDEXES, read_json
+from torch_lawa.checkpoints.formats.huggingface import INDEXES
 from torch_lawa.checkpoints.formats.registry import (
     StagedValues,
     checkpoint_parts,
@@ -212,7 +212,7 @@ def _copy(location: Location, path: Path, output: Output) -> None:
     floats = {t.target.dtype for shard in output.shards for t in shard.tensors
               if t.source.dtype != t.target.dtype}  # fmt: skip
     if location.name == "config.json" and len(floats) == 1:
-        config = read_json(location)
+        config = location.read_json()
         for key in ("torch_dtype", "dtype"):
             if key in config:
                 config[key] = DTYPES[next(iter(floats))].torch_name

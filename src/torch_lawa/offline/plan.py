@@ -17,7 +17,6 @@ from torch_lawa.checkpoints.find.discovery import (
 )
 from torch_lawa.checkpoints.find.scores import Mode, choose_best
 from torch_lawa.checkpoints.formats.base import Checkpoint
-from torch_lawa.checkpoints.formats.huggingface import read_json
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.storage.paths import Location, parse_output
 from torch_lawa.coefficients import Explicit, Uniform, Weights, name_coefficients, weights_at
@@ -346,7 +345,7 @@ def _adapter_config(checkpoint: Checkpoint) -> tuple[Location, dict[str, object]
     folder = folder if folder.is_folder() else folder.parent
     location = folder.child("adapter_config.json")
     if checkpoint.files[0].name.startswith("adapter_model") and location.is_file():
-        return location, read_json(location)
+        return location, location.read_json()
     if (text := checkpoint.metadata.get(_DIFFUSERS_LORA)) is None:
         return None
     with contextlib.suppress(ValueError, RecursionError):

@@ -32,12 +32,13 @@ from torch_lawa.offline.average import metadata_of
 from torch_lawa.offline.engine import (
     Meter,
     Stopped,
+    cut_spans,
     default_threads,
     in_threads,
-    pieces_of,
     read_piece,
     refusing_changes,
     value_width,
+    whole,
 )
 from torch_lawa.offline.inspect.inspection import inspect_checkpoint
 from torch_lawa.offline.matching import PlannedTensor, match_tensors
@@ -428,7 +429,8 @@ def _make(
         length = min(PIECE, max(1 << 12, _RESULTS // (len(batch) * widest)))
         work = _Pass(opened, windows, sinks, length, meter).run
         with refusing_changes(opened):
-            in_threads(threads or default_threads(opened), pieces_of(tensors, length), work, meter)
+            pieces = cut_spans(whole(tensors), length)
+            in_threads(threads or default_threads(opened), pieces, work, meter)
 
 
 @dataclass(frozen=True)

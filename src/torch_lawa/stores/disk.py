@@ -143,25 +143,16 @@ class DiskStore(Store):
             )
         surplus = {name for row in manifest.rows for name in row.files} - files.names()
         self._files = replace(files, surplus=frozenset(surplus))
-        self._sweep()
+        self._remove_strays()
         return notes
 
     def open(self, averaged: FlatLayout, kept: FlatLayout, k: int) -> None:
         """Begin a new window; the files of the old one are removed."""
-        self._settle()
+        self._lock_folder()
         self.wait()
-        run, staging = self._files.run, (Staging(averaged), Staging(kept))
-        self._begin(
-            _OnDisk(
-                averaged,
-                kept,
-                k,
-                notes=self._files.notes,
-                run=run,
-                began=run,
-                staging=staging,
-            )
-        )
+        notes, run = self._files.notes, self._files.run
+        staging = Staging(averaged), Staging(kept)
+        self._begin(_OnDisk(averaged, kept, k, notes=notes, run=run, began=run, staging=staging))
 
     def retarget(self, averaged: FlatLayout, kept: FlatLayout) -> bool:
         """Copy later snapshots from the devices of these layouts."""
@@ -172,7 +163,7 @@ class DiskStore(Store):
 
     def put(self, content: Content, notes: Notes) -> None:
         """Copy the snapshot to host memory and let the thread write it."""
-        self._settle()
+        self._lock_folder()
         self.wait()
         now = self._files
         if content.kept_layout is not None and content.kept_layout != now.kept:
@@ -224,7 +215,7 @@ class DiskStore(Store):
         relaid: bool = False,
     ) -> None:
         """Write the whole new window first; then one new manifest makes it the window."""
-        self._settle()
+        self._lock_folder()
         self.wait()
         now = self._files
         run = now.run if relaid else now.run + 1
@@ -310,7 +301,7 @@ class DiskStore(Store):
         job = self._files.job
         if job is None:
             return
-        self._settle()
+        self._lock_folder()
         if not job.done:
             self._writer.submit(job)  # if an interrupt prevented it
             job.wait()
@@ -347,7 +338,7 @@ class DiskStore(Store):
 
     def _look(self) -> Manifest:
         """The manifest of this rank's folder, after checking every file that it names."""
-        self._settle()
+        self._lock_folder()
         manifest = Manifest.read(self.folder)
         for row in manifest.rows:
             self._verify(row.file, manifest.averaged)
@@ -368,7 +359,7 @@ class DiskStore(Store):
 
         self._commit(after, work)
         self.wait()
-        self._sweep()
+        self._remove_strays()
 
     def _commit(self, after: _OnDisk, work: Callable[[], None]) -> None:
         """Make `after` the present window, and let the thread do what makes it so on disk.
@@ -459,7 +450,7 @@ class DiskStore(Store):
             )
         return header
 
-    def _settle(self) -> None:
+    def _lock_folder(self) -> None:
         """Choose this rank's folder and lock it until the process ends."""
         if self._lock is not None:
             self._lock.check()
@@ -470,7 +461,7 @@ class DiskStore(Store):
         self._ranks.refuse_other_windows(self._root)
         self._lock = FolderLock(self.folder, _BUSY)
 
-    def _sweep(self) -> None:
+    def _remove_strays(self) -> None:
         """Remove files that a killed process left half-written, and files outside the window."""
         used = self._files.names() | self._files.surplus
         for path in self.folder.iterdir():

@@ -77,7 +77,7 @@ class WikiTextConfig(TrainConfig):
 
     def make_task(self, data: Path | None, *, seed: int, worker: "Worker", smoke: bool) -> "Task":
         """The text in `data` (default: the folder `data`), or a synthetic one."""
-        from lawa_lab.recipes.tasks.masked_language import MaskedLanguageTask, load_task_tokens
+        from lawa_lab.recipes.tasks.masked_language import MaskedLanguageTask, load_wikitext_tokens
 
-        tokens = load_task_tokens(self, data, smoke=smoke)
+        tokens = load_wikitext_tokens(self, data, smoke=smoke)
         return MaskedLanguageTask(self, tokens, seed=seed, worker=worker)

@@ -18,13 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lawa_lab.recipes.catalog.digits import DigitsConfig
-from lawa_lab.recipes.task import Batch, Worker, seeded
+from lawa_lab.recipes.task import CALIBRATION_EPOCH, Batch, Worker, seeded
 from torch_lawa.errors import ConfigError, LawaError
 
 __all__ = ["Digits", "DigitsTask", "build_model", "evaluate", "load_data"]
 
 _SPLIT_SEED = 0
-_CALIBRATION_EPOCH = 2**31  # beyond the epochs of any run
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class DigitsTask:
         # The same batches for every average.
         num_calibration = min(config.batch_norm_batches, self.num_batches)
         self._calibration = [
-            self._batch(_CALIBRATION_EPOCH, i, rank=0) for i in range(num_calibration)
+            self._batch(CALIBRATION_EPOCH, i, rank=0) for i in range(num_calibration)
         ]
 
     def build_model(self) -> nn.Module:

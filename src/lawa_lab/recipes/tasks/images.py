@@ -15,13 +15,10 @@ from lawa_lab.recipes.data.images import (
     channel_statistics,
     normalize,
 )
-from lawa_lab.recipes.task import Batch, Worker, seeded
+from lawa_lab.recipes.task import CALIBRATION_EPOCH, Batch, Worker, seeded
 from torch_lawa.errors import ConfigError
 
-__all__ = ["CALIBRATION_EPOCH", "Classification", "ImageTask", "own_part", "score"]
-
-# The epoch that calibration batches are drawn from: beyond the epochs of any run.
-CALIBRATION_EPOCH = 2**31
+__all__ = ["Classification", "ImageTask", "own_part", "score"]
 
 # The label of padding examples, which are not counted.
 NOT_COUNTED = -100

@@ -20,7 +20,7 @@ from lawa_lab.recipes.task import Batch, Worker, seeded
 from lawa_lab.recipes.tasks.masking import IGNORED, mask_tokens, num_masked
 from torch_lawa.errors import DataError, LawaError
 
-__all__ = ["MaskedLanguageTask", "load_task_tokens"]
+__all__ = ["MaskedLanguageTask", "load_wikitext_tokens"]
 
 _EVALUATION_SEED = 2**31  # no run uses it
 
@@ -109,7 +109,7 @@ class MaskedLanguageTask:
         return {"valid_loss": loss / num_chosen, "valid_accuracy": num_hits / num_chosen}
 
 
-def load_task_tokens(config: WikiTextConfig, data: Path | None, *, smoke: bool) -> Tokens:
+def load_wikitext_tokens(config: WikiTextConfig, data: Path | None, *, smoke: bool) -> Tokens:
     """The text in `data` (default: the folder `data`), or a synthetic one for a smoke run."""
     if smoke:
         return load_smoke_tokens(config.vocabulary)

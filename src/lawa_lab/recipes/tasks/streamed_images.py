@@ -10,13 +10,8 @@ from torch.utils.data import DataLoader, Sampler
 
 from lawa_lab.recipes.data.image_folder import EvaluationImages, FoundImages, TrainingImages
 from lawa_lab.recipes.data.images import ImagesAndLabels, NormalizedBatches, normalize
-from lawa_lab.recipes.task import Batch, Worker, seeded
-from lawa_lab.recipes.tasks.images import (
-    CALIBRATION_EPOCH,
-    NOT_COUNTED,
-    Classification,
-    own_part,
-)
+from lawa_lab.recipes.task import CALIBRATION_EPOCH, Batch, Worker, seeded
+from lawa_lab.recipes.tasks.images import NOT_COUNTED, Classification, own_part
 from torch_lawa.errors import DataError
 
 __all__ = ["StreamedImageTask"]

@@ -17,7 +17,6 @@ class EmaNesterov(Wrapper):
 
     name: ClassVar[str] = "ema-nesterov"
     typed: ClassVar[str] = "ema-nesterov[:BOOST:DECAY:START]"
-    copies: ClassVar[int] = 1
 
     boost: float = 0.3
     decay: float = 0.99

@@ -20,7 +20,6 @@ class Jump(Wrapper):
 
     name: ClassVar[str] = "jump"
     typed: ClassVar[str] = "jump:EVERY[:PATIENCE[:RESET]]"
-    copies: ClassVar[int] = 1
 
     every: float
     patience: float = 20

@@ -18,7 +18,6 @@ class Lookahead(Wrapper):
 
     name: ClassVar[str] = "lookahead"
     typed: ClassVar[str] = "lookahead[:K:ALPHA]"
-    copies: ClassVar[int] = 1
 
     k: float = 5
     alpha: float = 0.8

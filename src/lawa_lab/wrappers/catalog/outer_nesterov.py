@@ -33,11 +33,6 @@ class OuterNesterov(Wrapper):
         averaged = not self.mean or round(self.mean * self.k) >= 1
         self.require(averaged, "outer-nesterov:30:0.7:0.5:1", "no step would be averaged")
 
-    @property
-    def copies(self) -> int:
-        """The weights of k steps ago, the momentum, and the mean if there is one."""
-        return 3 if self.mean else 2
-
     def build(self, run: WrappedRun) -> OuterStep:
         """An outer step with momentum."""
         return OuterStep(

@@ -19,7 +19,6 @@ class PrimalAveraging(Wrapper):
 
     name: ClassVar[str] = "primal-averaging"
     typed: ClassVar[str] = "primal-averaging[:BETA:SHARE]"
-    copies: ClassVar[int] = 1
 
     beta: float = 0.9
     share: float = 0.1

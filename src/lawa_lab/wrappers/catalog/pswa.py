@@ -15,7 +15,6 @@ class PeriodicSwa(Wrapper):
 
     name: ClassVar[str] = "pswa"
     typed: ClassVar[str] = "pswa:PERIOD[:START]"
-    copies: ClassVar[int] = 1
 
     period: float
     start: float = 0

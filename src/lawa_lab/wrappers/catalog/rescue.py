@@ -16,7 +16,6 @@ class Rescue(Wrapper):
     name: ClassVar[str] = "rescue"
     typed: ClassVar[str] = "rescue[:FACTOR:HISTORY:PATIENCE:RESET]"
     rivals: ClassVar[bool] = False
-    copies: ClassVar[int] = 0
 
     factor: float = 2.0
     history: float = 50

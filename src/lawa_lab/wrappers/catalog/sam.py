@@ -21,7 +21,6 @@ class Sam(Wrapper):
     gradients: ClassVar[int] = 2
     moves_weights: ClassVar[bool] = False  # they are back before the optimizer's step
     rivals: ClassVar[bool] = False
-    copies: ClassVar[int] = 0  # between steps; during a step there is one
 
     rho: float = 0.05
 

@@ -14,7 +14,6 @@ from typing import Any, Literal, get_args
 
 from torch_lawa.checkpoints.find.discovery import Discovery, FoundCheckpoint
 from torch_lawa.checkpoints.find.step_names import stem_of
-from torch_lawa.checkpoints.formats.huggingface import read_json
 from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import ConfigError, FormatError
 from torch_lawa.metrics import mode_by_name, read_metrics
@@ -177,7 +176,7 @@ def _trainer_rows(location: Location) -> list[dict[str, Any]]:
     file = location.child("trainer_state.json")
     if not location.is_folder() or not file.is_file():
         return []
-    rows = read_json(file).get("log_history")
+    rows = file.read_json().get("log_history")
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
 
@@ -186,7 +185,7 @@ def _named(found: FoundCheckpoint, metric: str) -> float | None:
     folder = found.location
     file = folder.child("metrics").child("metrics")
     if folder.is_folder() and file.is_file():
-        return _number(read_json(file).get(metric))
+        return _number(file.read_json().get(metric))
     text = re.search(_VALUE.format(re.escape(metric)), stem_of(folder.name), re.IGNORECASE)
     return _number(float(text[1])) if text else None
 

@@ -67,6 +67,12 @@ class TrainingProgress:
         """Whether there is a step or an epoch."""
         return self.step is not None or self.epoch is not None
 
+    @property
+    def words(self) -> list[str]:
+        """What is known, such as "step 500" and "epoch 3"."""
+        numbers = {"step": self.step, "epoch": self.epoch}
+        return [f"{name} {number}" for name, number in numbers.items() if number is not None]
+
 
 @dataclass
 class Checkpoint(ABC):

@@ -4,7 +4,6 @@ Adapter folders of PEFT and Diffusers are such folders too. An index may only na
 folder.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -29,7 +28,6 @@ __all__ = [
     "INDEXES",
     "find_weights_file",
     "open_folder",
-    "read_json",
     "weights_stem",
 ]
 
@@ -195,7 +193,7 @@ class ShardedCheckpoint(Checkpoint):
 
 
 def _weight_map(index: "Location") -> dict[str, str]:
-    found = read_json(index).get("weight_map")
+    found = index.read_json().get("weight_map")
     if not isinstance(found, dict) or not found:
         raise FormatError(f"{index}: has no weight_map, so it is not an index of shards.")
     for name, file in found.items():
@@ -211,7 +209,7 @@ def _trainer_state(folder: "Location") -> TrainingProgress:
     location = folder.child("trainer_state.json")
     if not location.is_file():
         return TrainingProgress()
-    state = read_json(location)
+    state = location.read_json()
     step, epoch = state.get("global_step"), state.get("epoch")
     # An epoch there may be a fraction (2.75); only whole ones count.
     if isinstance(epoch, float) and epoch.is_integer():
@@ -221,14 +219,3 @@ def _trainer_state(folder: "Location") -> TrainingProgress:
 
 def _count(value: object) -> int | None:
     return value if type(value) is int and 0 <= value < 2**63 else None
-
-
-def read_json(location: "Location") -> dict[str, object]:
-    """Read a JSON object from a small file; errors name the file."""
-    try:
-        found = json.loads(location.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{location}: not readable as JSON ({error}).") from None
-    if not isinstance(found, dict):
-        raise FormatError(f"{location}: contains a JSON {type(found).__name__}, not an object.")
-    return found

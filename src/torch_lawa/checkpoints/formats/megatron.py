@@ -20,7 +20,6 @@ from torch_lawa.checkpoints.formats.dcp import (
     TensorEntry,
 )
 from torch_lawa.checkpoints.formats.dcp_chunks import Chunk, ChunkedTensor, find_problem
-from torch_lawa.checkpoints.formats.huggingface import read_json
 from torch_lawa.checkpoints.formats.torch_pickle.archive import load_archive
 from torch_lawa.checkpoints.formats.torch_pickle.state_dicts import (
     FoundWeights,
@@ -48,7 +47,7 @@ _OWN_FILE = re.compile(r"\.metadata|metadata\.json|common\.pt|.+\.distcp")
 def open_megatron(folder: Location, key: str | None = None) -> Checkpoint:
     """Open a folder with `.metadata` and `metadata.json`; the latter says whose it is."""
     file = folder.child("metadata.json")
-    backend = read_json(file).get("sharded_backend")
+    backend = file.read_json().get("sharded_backend")
     if backend is None:  # of somebody else
         return DistributedCheckpoint(folder, key=key)
     if backend != _BACKEND:

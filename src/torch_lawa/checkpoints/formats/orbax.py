@@ -17,7 +17,6 @@ from torch_lawa.checkpoints.formats.base import (
     TrainingProgress,
     check_claims,
 )
-from torch_lawa.checkpoints.formats.huggingface import read_json
 from torch_lawa.checkpoints.formats.orbax_tree import (
     ChosenWeights,
     Leaf,
@@ -277,7 +276,7 @@ class _Row:
 
 def _provenance(folder: Location) -> dict[str, str]:
     file = folder.child(PROVENANCE_FILE)
-    found = read_json(file).get(PROVENANCE) if file.is_file() else None
+    found = file.read_json().get(PROVENANCE) if file.is_file() else None
     return {PROVENANCE: found} if isinstance(found, str) else {}
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch_lawa.checkpoints.formats.base import is_text
-from torch_lawa.checkpoints.formats.huggingface import read_json
 from torch_lawa.errors import FormatError
 from torch_lawa.units import few
 
@@ -70,7 +69,7 @@ class OrbaxItem:
     def __init__(self, folder: "Location", name: str) -> None:
         self.folder, self.name = folder, name  # "" if the checkpoint is this item alone
         self._file = folder.child(ITEM_FILE)
-        found = read_json(self._file)
+        found = self._file.read_json()
         self.metadata = found
         self.zarr3 = found.get("use_zarr3") is True
         self.ocdbt = folder.child("manifest.ocdbt").is_file()
@@ -121,7 +120,7 @@ class ChosenWeights:
 def list_parts(folder: "Location") -> list[str]:
     """The entries of a checkpoint's folder that belong to it, by what Orbax says of its items."""
     file = folder.child(CHECKPOINT_FILE)
-    handlers = read_json(file).get("item_handlers") if file.is_file() else None
+    handlers = file.read_json().get("item_handlers") if file.is_file() else None
     items = handlers if isinstance(handlers, dict) else ()
     return [
         child.name

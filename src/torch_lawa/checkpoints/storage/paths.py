@@ -8,6 +8,7 @@ in flight.
 import contextlib
 import errno
 import glob
+import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -117,6 +118,16 @@ class Location(ABC):
             return source.view(0, source.size).tobytes()
         finally:
             source.close()
+
+    def read_json(self) -> dict[str, object]:
+        """The JSON object in the file, which must be small; errors name the file."""
+        try:
+            found = json.loads(self.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"{self}: not readable as JSON ({error}).") from None
+        if not isinstance(found, dict):
+            raise FormatError(f"{self}: contains a JSON {type(found).__name__}, not an object.")
+        return found
 
     def copy_to(self, path: Path) -> None:
         """Copy the file, of any size, to a local path."""

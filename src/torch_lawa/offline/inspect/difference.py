@@ -30,9 +30,7 @@ class Side:
     tied: tuple[tuple[str, ...], ...]  # names that are tied here but not there
 
     def __str__(self) -> str:
-        numbers = {"step": self.progress.step, "epoch": self.progress.epoch}
-        known = [f"{name} {n}" for name, n in numbers.items() if n is not None]
-        return f"{plain(str(self.location))} ({', '.join([*known, self.format])})"
+        return f"{plain(str(self.location))} ({', '.join([*self.progress.words, self.format])})"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from torch_lawa.checkpoints.formats.base import (
     TensorSpec,
     TrainingProgress,
 )
-from torch_lawa.checkpoints.formats.huggingface import read_json
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.provenance import PROVENANCE, PROVENANCE_FILE
 from torch_lawa.checkpoints.storage.paths import Location, parse_location
@@ -79,7 +78,7 @@ class Inspection:
     def __str__(self) -> str:
         lines = [plain(str(self.location))]
         lines += labelled("Format", wrapped(self._described()))
-        lines += labelled("Progress", _progress_lines(self.progress))
+        lines += labelled("Progress", [", ".join(self.progress.words)] * self.progress.known)
         names = [(format_bytes(size), plain(name)) for name, size in self.files.items()]
         if len(names) > _LISTED:
             rest = sum(list(self.files.values())[_LISTED:])
@@ -284,18 +283,12 @@ def _open_all(
     return tuple(form for form, _ in ordered), tuple(size for _, size in ordered)
 
 
-def _progress_lines(progress: TrainingProgress) -> list[str]:
-    known = {"step": progress.step, "epoch": progress.epoch}
-    text = ", ".join(f"{name} {number}" for name, number in known.items() if number is not None)
-    return [text] if text else []
-
-
 def _read_provenance(opened: Checkpoint) -> dict[str, Any] | None:
     """How a checkpoint was averaged, from its metadata or a file beside it."""
     text: object = opened.metadata.get(PROVENANCE)
     if text is None and opened.layout in ("distributed", "megatron"):
         beside = opened.location.child(PROVENANCE_FILE)
-        text = read_json(beside).get(PROVENANCE) if beside.is_file() else None
+        text = beside.read_json().get(PROVENANCE) if beside.is_file() else None
     try:
         made = json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError):

@@ -9,7 +9,7 @@ from support.training import StopAt, rows_of, run, smoke_plan
 from lawa_lab.recipes.budgets import plan_budgets
 from lawa_lab.recipes.learning_rate import learning_rate
 from lawa_lab.recipes.loop import Target, train
-from lawa_lab.recipes.registry import find_recipe
+from lawa_lab.recipes.registry import RECIPES
 from lawa_lab.recipes.run_folder import RunFolder, RunPlan
 from lawa_lab.recipes.task import Worker
 from lawa_lab.report.runs import load_runs
@@ -156,7 +156,7 @@ def test_a_target_that_was_reached_is_not_trained_for_again(tmp_path: Path) -> N
 
 
 def test_a_landing_with_a_root() -> None:
-    config = find_recipe("digits")(
+    config = RECIPES.find("digits")(
         schedule="constant", learning_rate=1.0, land=0.5, land_shape="1-sqrt"
     )
     assert [learning_rate(config, step, 8) for step in (3, 4, 5)] == [1.0, 1.0, 0.5]
@@ -176,7 +176,7 @@ def test_a_landing_with_a_root() -> None:
 )
 def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        find_recipe("digits")(**{"schedule": "cosine", **changes})
+        RECIPES.find("digits")(**{"schedule": "cosine", **changes})
 
 
 def test_a_run_shorter_than_its_window_averages_what_it_has(tmp_path: Path) -> None:

@@ -87,8 +87,7 @@ def test_annealed_runs_are_points_with_an_envelope_and_averages_are_curves(
     assert point.average.mean > point.raw.mean
     assert (point.epochs and point.epochs.mean, point.steps and point.steps.mean) == (16, 160)
     assert frontier.envelope == tuple((b, pytest.approx(1 + 0.9 / b * 1.005)) for b in (8, 16, 32))
-    main = frontier.main
-    assert main is not None
+    [main] = (curve for curve in frontier.curves if curve.main)
     assert (main.label, main.at[0], main.at[-1]) == ("average, k = 4", 1, 32)
     assert main.low[3] == pytest.approx(1.25)
     assert main.high[3] == pytest.approx(1.2525)

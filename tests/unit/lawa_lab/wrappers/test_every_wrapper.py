@@ -297,12 +297,11 @@ def test_ema_nesterov_looks_less_far_ahead_as_the_rate_falls() -> None:
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_it_keeps_as_many_copies_as_it_says(name: str) -> None:
+def test_it_saves_every_copy_of_the_weights_that_it_keeps(name: str) -> None:
     *_, trainer = toy_run(wrap=(TYPED[name],))
     [built] = trainer._wrapped.built.values()
-    kept = [each for each in vars(built).values() if isinstance(each, Vector)]
-    [wrapper] = parse_wrappers([TYPED[name]], "sgd")
-    assert len(kept) == len(built.vectors) == wrapper.copies
+    kept = [attribute for attribute, each in vars(built).items() if isinstance(each, Vector)]
+    assert sorted(kept) == sorted(built.vectors)
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
