@@ -380,6 +380,19 @@ def test_a_share_of_the_run(run: Path, lawa: Lawa) -> None:
     assert "--last 2 and --horizon 0.5" in complained
 
 
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_an_average_among_the_checkpoints_is_noted(run: Path, lawa: Lawa, suffix: str) -> None:
+    """It would be averaged a second time: most likely it was written into the run by mistake."""
+    lawa("average", "run", "--last", 3, "-o", f"run/step_600.{suffix}")
+    assert "averages" not in lawa("average", "run/step_600." + suffix, "-o", "a.pt", "--dry-run")[1]
+    complained = lawa("average", "run", "--last", 3, "-o", "m.safetensors")[2]
+    assert f"step_600.{suffix} is itself an average" in complained
+    lawa("average", "run", "--last", 2, "-o", f"run/step_700.{suffix}")
+    text = f"step_600.{suffix}, step_700.{suffix} are themselves averages"
+    assert text in lawa("average", "run", "--last", 3, "-o", "n.safetensors")[2]
+    assert "averages" not in lawa("average", "run", "--last", 2, "-o", "o.safetensors")[2]
+
+
 def test_uneven_steps_are_noted_where_they_matter(run: Path, lawa: Lawa) -> None:
     """The snapshots of a growing window are never evenly spaced, and a share does not need that."""
     (run / "step_300.safetensors").unlink()

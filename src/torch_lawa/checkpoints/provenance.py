@@ -5,15 +5,19 @@ import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_lawa._version import __version__
+
+if TYPE_CHECKING:
+    from torch_lawa.checkpoints.storage.paths import Location
 
 __all__ = [
     "PROVENANCE",
     "PROVENANCE_FILE",
     "note_provenance",
     "provenance",
+    "read_provenance",
     "write_provenance",
 ]
 
@@ -44,3 +48,10 @@ def write_provenance(folder: Path, metadata: Mapping[str, str]) -> None:
     """Write metadata, which includes the provenance, to a file of a folder."""
     text = json.dumps(dict(metadata), indent=2) + "\n"
     (folder / PROVENANCE_FILE).write_text(text)
+
+
+def read_provenance(folder: "Location") -> dict[str, str]:
+    """The metadata with the provenance that `write_provenance` wrote to a folder, if it did."""
+    file = folder.child(PROVENANCE_FILE)
+    found = file.read_json().get(PROVENANCE) if file.is_file() else None
+    return {PROVENANCE: found} if isinstance(found, str) else {}

@@ -18,6 +18,7 @@ from torch_lawa.checkpoints.find.discovery import (
 from torch_lawa.checkpoints.find.scores import Mode, choose_best
 from torch_lawa.checkpoints.formats.base import Checkpoint
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
+from torch_lawa.checkpoints.provenance import PROVENANCE
 from torch_lawa.checkpoints.storage.paths import Location, parse_output
 from torch_lawa.coefficients import Explicit, Uniform, Weights, name_coefficients, weights_at
 from torch_lawa.errors import ConfigError, LayoutError
@@ -302,6 +303,10 @@ def _notes(
     opened: Sequence[Checkpoint], tensors: Sequence[PlannedTensor], options: AverageOptions
 ) -> list[str]:
     notes = list(dict.fromkeys(note for c in opened for note in c.notes))
+    averages = [c.location.name for c in opened if PROVENANCE in c.metadata]
+    if 0 < len(averages) < len(opened):
+        are = "is itself an average" if len(averages) == 1 else "are themselves averages"
+        notes.append(f"{few(averages)} {are}, by lawa; the others are not.")
     statistics = sum(t.name.endswith("running_mean") for t in tensors)
     if statistics and options.buffers == "newest":
         notes.append(

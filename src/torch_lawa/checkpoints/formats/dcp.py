@@ -27,6 +27,7 @@ from torch_lawa.checkpoints.formats.torch_pickle.state_dicts import (
     is_training_state,
 )
 from torch_lawa.checkpoints.formats.torch_pickle.tensors import CODES, MAKERS, StoredTensor, as_size
+from torch_lawa.checkpoints.provenance import read_provenance
 from torch_lawa.checkpoints.storage.byte_sources import ByteSource
 from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import FormatError
@@ -79,6 +80,7 @@ class DistributedCheckpoint(Checkpoint):
         try:
             self._tensors = {n: self._open(n, ref, metadata) for n, ref in weights.tensors.items()}
             progress = self._find_progress(metadata)
+            provenance = read_provenance(folder)
         except BaseException:
             self.close()
             raise
@@ -89,6 +91,7 @@ class DistributedCheckpoint(Checkpoint):
             tensors={name: tensor.spec for name, tensor in self._tensors.items()},
             progress=progress,
             notes=notes,
+            metadata=provenance,
         )
         try:
             check_claims(self, sum(source.size for source in self._sources.values()))

@@ -25,7 +25,7 @@ from torch_lawa.checkpoints.formats.orbax_tree import (
     find_step,
     read_items,
 )
-from torch_lawa.checkpoints.provenance import PROVENANCE, PROVENANCE_FILE
+from torch_lawa.checkpoints.provenance import PROVENANCE_FILE, read_provenance
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location
 from torch_lawa.errors import ConfigError, FormatError
 from torch_lawa.mean.dtypes import DTYPES
@@ -83,7 +83,7 @@ class OrbaxCheckpoint(Checkpoint):
             f"{'zarr3' if self.item.zarr3 else 'zarr'}",
             layout="orbax",
             tensors={name: rows.spec for name, rows in self._rows.items()},
-            metadata={KEY_MAP: weights.key_map, **_provenance(folder)},
+            metadata={KEY_MAP: weights.key_map, **read_provenance(folder)},
             progress=TrainingProgress(step=self._step()),
             notes=weights.notes,
         )
@@ -272,12 +272,6 @@ class _Row:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.values: Bytes | None = None
-
-
-def _provenance(folder: Location) -> dict[str, str]:
-    file = folder.child(PROVENANCE_FILE)
-    found = file.read_json().get(PROVENANCE) if file.is_file() else None
-    return {PROVENANCE: found} if isinstance(found, str) else {}
 
 
 def _shortened(error: Exception) -> str:

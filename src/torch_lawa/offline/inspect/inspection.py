@@ -16,7 +16,7 @@ from torch_lawa.checkpoints.formats.base import (
     TrainingProgress,
 )
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
-from torch_lawa.checkpoints.provenance import PROVENANCE, PROVENANCE_FILE
+from torch_lawa.checkpoints.provenance import PROVENANCE
 from torch_lawa.checkpoints.storage.paths import Location, parse_location
 from torch_lawa.errors import ConfigError, FormatError, LayoutError
 from torch_lawa.offline.engine import Meter, in_threads
@@ -231,7 +231,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], key: str | None = None) -> 
     """
     location, notes = find_one(path, key)
     with open_checkpoint(location, key=key) as opened:
-        made = _read_provenance(opened)
+        made = _how_averaged(opened)
         known = opened.progress.known
         return Inspection(
             location=location,
@@ -283,14 +283,11 @@ def _open_all(
     return tuple(form for form, _ in ordered), tuple(size for _, size in ordered)
 
 
-def _read_provenance(opened: Checkpoint) -> dict[str, Any] | None:
-    """How a checkpoint was averaged, from its metadata or a file beside it."""
-    text: object = opened.metadata.get(PROVENANCE)
-    if text is None and opened.layout in ("distributed", "megatron"):
-        beside = opened.location.child(PROVENANCE_FILE)
-        text = beside.read_json().get(PROVENANCE) if beside.is_file() else None
+def _how_averaged(opened: Checkpoint) -> dict[str, Any] | None:
+    """How a checkpoint was averaged; None if it was not."""
+    text = opened.metadata.get(PROVENANCE)
     try:
-        made = json.loads(text) if isinstance(text, str) else text
+        made = None if text is None else json.loads(text)
     except (ValueError, RecursionError):
         return None
     return made if isinstance(made, dict) else None
