@@ -177,12 +177,6 @@ class Selector:
                 omitted[name] = i
             else:
                 kept[name] = i
-        if not averaged:
-            raise LayoutError(
-                "there is nothing to average: the model has no trainable floating-point tensors"
-                f"{' that include and exclude select' if self.include or self.exclude else ''}. "
-                "Pass the module that is being trained, or a state dict with its weights."
-            )
         self._excluded = tuple(excluded)
         self._positions, self._ties = [averaged, kept, omitted], ties
         shardings = {name: sharding_of(walked[i][1]) for name, i in (averaged | kept).items()}

@@ -208,6 +208,12 @@ class Window:
         """Check a model against the layouts, or learn them from it; follow permitted changes."""
         shards, sampled = fingerprint(selection.shardings), self.num_sampled
         if not self.snapshots:
+            if not selection.averaged:
+                raise LayoutError(
+                    "there is nothing to average: the model has no trainable floating-point tensors"
+                    f"{' that include and exclude select' if selection.excluded else ''}. "
+                    "Pass the module that is being trained, or a state dict with its weights."
+                )
             layouts = self._layouts(selection.averaged, selection.kept)
             if layouts != (self.averaged, self.kept):
                 self.store.open(*layouts, self.k)

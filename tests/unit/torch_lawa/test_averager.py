@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.models import assert_same_state, shake, small_net
 from torch import nn
 from torch.nn.utils import parametrizations, prune
@@ -375,9 +376,29 @@ def test_a_lazy_layer_is_an_error() -> None:
         LatestWeightAverager().collect(model)
 
 
+@pytest.mark.parametrize("frozen", ["keep", "omit"])
+def test_a_loaded_window_is_saved_with_a_model_that_is_frozen(
+    tmp_path: Path, frozen: Literal["keep", "omit"]
+) -> None:
+    """As a model that was loaded for inference is, such as one of `PeftModel.from_pretrained`."""
+    model = nn.Linear(2, 2)
+    averager = LatestWeightAverager(k=2, frozen=frozen)
+    for value in (1.0, 4.0):
+        nn.init.constant_(model.weight, value)
+        averager.collect(model)
+    loaded = LatestWeightAverager(k=2, frozen=frozen)
+    loaded.load_state_dict(averager.state_dict())
+    loaded.save_pretrained(tmp_path / "averaged", model.requires_grad_(False))
+    found = load_file(tmp_path / "averaged/model.safetensors")
+    assert found.keys() == {"weight", "bias"}
+    assert found["weight"].eq(2.5).all()
+
+
 def test_nothing_to_average_is_an_error() -> None:
     with pytest.raises(LayoutError, match="nothing to average"):
         LatestWeightAverager().collect(nn.ReLU())
+    with pytest.raises(LayoutError, match="nothing to average"):
+        LatestWeightAverager().collect(nn.Linear(2, 2).requires_grad_(False))
     with pytest.raises(LayoutError, match="got list"):
         LatestWeightAverager().collect([torch.ones(1)])  # type: ignore[arg-type]
 
