@@ -136,7 +136,7 @@ def _show(folders: list[Path], output: Path, begin: float, *, as_json: bool) -> 
     frontiers = [(m.metric, m.frontier) for m in recipe.metrics if m.frontier is not None]
     findings = [frontier_words.headline(recipe.recipe, *each) for each in frontiers]
     lost = [f"{words.plain(m.name)}: {frontier_words.leads(m, each)}" for m, each in frontiers]
-    lost += [f"{words.plain(m.metric.name)}: {text}" for m in recipe.metrics for text in m.losses]
+    lost += [f"{words.plain(m.metric.name)}, {text}" for m in recipe.metrics for text in m.losses]
     names = (_CONFIG, f"{_FIGURE}.png", *(folder.name for folder in folders))
     files = [name for name in names if (output / name).exists()]
     seconds = time.perf_counter() - begin

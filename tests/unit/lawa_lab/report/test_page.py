@@ -263,4 +263,4 @@ def test_the_largest_saving_at_a_value_of_the_average_is_not_called_the_largest_
     metric = summarise([Run("toy", "sgd", rows)]).recipes[0].metrics[0]
     [row] = metric.main
     assert "The mean saving is largest, 2 epochs, at 6" in seen_at_targets(metric.metric, row)
-    assert "Of the average's own values this one has the largest saving" in caveat(row)
+    assert "the largest saving at any value of the average" in caveat(row)
