@@ -250,11 +250,11 @@ def unmatched(row: "MainRow") -> str:
     if found is None:
         return ""
     seeds = row.final.num_seeds
-    where = f"In {found.num_seeds} of {seeds} seeds, at" if seeds > 1 else "At"
+    where = f" ({found.num_seeds} of {seeds} seeds)" if seeds > 1 else ""
     if found.at_least.mean <= 0:
-        return f"{where} its end the average was better than the baseline ever was."
+        return f"At its end{where} the average was better than the baseline ever was."
     return (
-        f"{where} {row.axis} {say_number(found.averaged_from.mean)} the average was better than "
+        f"At {row.axis} {say_number(found.averaged_from.mean)}{where} the average was better than "
         f"the baseline ever was: not matched in {say_number(found.baseline_end.mean)} "
         f"{say_axis(row.axis)}, so more than {say_number(found.at_least.mean)} saved."
     )
@@ -361,9 +361,9 @@ def _at(saving: Saving, axis: Axis) -> str:
     amount = saving.on(axis)
     seeds = say_seeds(saving.num_seeds)
     if amount is None:
-        return f"which the average never reached ({seeds}), there is none"
+        return f"which the average never reached ({seeds}), there is no saving"
     mean = amount.saved.mean
-    text = f"it is {say_count(mean, axis)}"
+    text = f"the saving is {say_count(mean, axis)}"
     if saving.num_both < saving.num_seeds:
         return f"{text} in {saving.num_both} of {seeds}; the value is not reached in the others"
     return text + (f" ({say_range(amount.saved)} by seed)" if amount.saved.num_seeds > 1 else "")
