@@ -194,7 +194,7 @@ def test_savings_are_in_epochs_time_and_gpu_hours_against_every_baseline(
     assert "adam, k = 2: behind its raw weights in 13 of 14" in said
     assert "adam, k = 2 against raw (1 seed)" in said
     assert "At its end the average was better than the baseline ever was." in said
-    assert said.index("2 epochs (50%) saved.") < said.index("epochs to reach")
+    assert said.index("2 epochs saved (50%).") < said.index("epochs to reach")
 
 
 def test_one_empty_line_is_between_two_parts(lawa: Lawa, metrics: Path) -> None:

@@ -136,7 +136,7 @@ def _show(folders: list[Path], output: Path, begin: float, *, as_json: bool) -> 
     frontiers = [(m.metric, m.frontier) for m in recipe.metrics if m.frontier is not None]
     findings = [frontier_words.headline(recipe.recipe, *each) for each in frontiers]
     lost = [f"{words.plain(m.name)}: {frontier_words.leads(m, each)}" for m, each in frontiers]
-    lost += [f"{words.plain(m.metric.name)}: {text}" for m in recipe.metrics for text in m.losses]
+    lost += [f"{words.plain(m.metric.name)}, {text}" for m in recipe.metrics for text in m.losses]
     names = (_CONFIG, f"{_FIGURE}.png", *(folder.name for folder in folders))
     files = [name for name in names if (output / name).exists()]
     seconds = time.perf_counter() - begin
@@ -166,8 +166,8 @@ def _show(folders: list[Path], output: Path, begin: float, *, as_json: bool) -> 
         lengths = [point.budget for point in frontier.annealed]
         console.print(
             f"One run instead of {len(lengths)}: a constant-rate run of {max(lengths):g} epochs "
-            f"has an average for every length; the annealed runs took {sum(lengths):g} epochs "
-            "together.\n",
+            f"has an average for every length; the annealed runs took {sum(lengths):g} epochs in "
+            "total.\n",
             style="bold",
         )
     for text in findings:
@@ -175,7 +175,7 @@ def _show(folders: list[Path], output: Path, begin: float, *, as_json: bool) -> 
     console.print("Where averaging helps and where it does not:")
     for text in lost:
         say(console, text, bullet="- ")
-    console.print(f"\nThe whole demo took {seconds:.0f} s, written to {output}:", soft_wrap=True)
+    console.print(f"\nThe demo took {seconds:.0f} s and wrote to {output}:", soft_wrap=True)
     console.print(f"  {', '.join(files)}")
     console.print(f"All tables and figures: lawa report {output} -o report", soft_wrap=True)
     if note:

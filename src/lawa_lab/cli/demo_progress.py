@@ -57,8 +57,8 @@ class DemoProgress(TrainingCallback):
                 " ".join(self._cells(seed, kind)) for kind in (_AVERAGE, _ANNEALED)
             )
             self._console.print(
-                f"seed {seed}: {seconds:.0f} s, test loss of the average after "
-                f"{', '.join(map(str, self._budgets))} epochs {average}, of annealed runs "
+                f"seed {seed}: {seconds:.0f} s, test loss after "
+                f"{', '.join(map(str, self._budgets))} epochs: average {average}, annealed runs "
                 f"{annealed}",
                 soft_wrap=True,
             )
@@ -95,10 +95,10 @@ def show_progress(
     console = Console(stderr=as_json, highlight=False)
     lengths = ", ".join(map(str, budgets))
     console.print(
-        f"A small convolutional network learns scikit-learn's digits with {len(seeds)} seeds. One "
-        f"run at a constant rate, averaged over the last quarter of the training so far, against "
-        f"annealed runs (cosine to zero) of {lengths} epochs, each schedule with the peak rate "
-        "that is best for it on validation images.\n"
+        "This trains a small convolutional network on scikit-learn's digits, with "
+        f"{len(seeds)} seeds. One constant-rate run, averaged over the last quarter of the "
+        f"training so far, is compared with annealed runs (cosine to zero) of {lengths} epochs. "
+        "Each schedule has the peak rate that was best for it on validation images.\n"
     )
     view = DemoProgress(console, seeds, budgets)
     if not console.is_interactive:

@@ -81,7 +81,7 @@ def command(
 
     METRICS are metrics files or folders. For a folder, all metrics.jsonl files in and below it are
     read; if there are none, its other .jsonl files with rows of weights, each as one run. Seeds of
-    one run are combined, and runs of one recipe are compared. Annealed runs of several lengths and
+    a run are combined, and runs of a recipe are compared. Annealed runs of several lengths and
     averages of constant-rate runs are shown as a frontier.
     """
     from lawa_lab.report.rows import find_empty, find_files

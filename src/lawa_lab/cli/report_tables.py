@@ -37,7 +37,7 @@ RAW_STYLE, AVERAGED_STYLE = "dark_orange", "dodger_blue1"
 _WIDE = 100  # columns from which on the range over seeds and the steps are shown too
 _DEFINITIONS = (
     "Largest: at any value of the average that both reached in every seed; a maximum, so it is "
-    "optimistic. Final, best: at the baseline's own last and best value, each seed with its own. "
+    "optimistic. Final, best: at the baseline's last and best value, separately for each seed. "
     "±: standard deviation over seeds. Time includes every cost of averaging. Other baselines, "
     "best values, costs, figures and all definitions are on the page: -o FOLDER. --json prints "
     "everything."
@@ -106,7 +106,7 @@ def _show_averages(metrics: Sequence[MetricReport], recipe: RecipeReport, consol
     named = [(*(r.run for r in m.runs), *(r.run for r in m.windows)) for m in shown]
     runs = dict.fromkeys(itertools.chain(*named))
     unit = say_axis(recipe.axis)
-    title = f"At the end, and {unit} saved at most against raw weights treated alike"
+    title = f"At the end, and most {unit} saved against raw weights treated alike"
     console.print(title, style="bold")
     for run in runs:
         if len(runs) > 1:
@@ -125,7 +125,7 @@ def _show_frontier(
     _put(console, equal_budget_table(metric, frontier, wide=console.width >= _WIDE))
     if any(row.main for row in frontier.equal_quality):
         unit = say_axis(frontier.axis)
-        title = f"Budget at equal quality ({unit} to the final value; each seed, if they differ)"
+        title = f"Budget at equal quality ({unit} to the final value; by seed, if seeds differ)"
         console.print(title, style="bold")
         _put(console, equal_quality_table(metric, frontier, wide=console.width >= _WIDE))
     _say_all(console, frontier_words.notes(metric, frontier))

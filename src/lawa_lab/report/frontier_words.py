@@ -24,11 +24,11 @@ DEFINITIONS = (
     "its raw weights at the last step, and what it spent is its whole length, because the schedule "
     "was chosen for that length. A constant-rate run has a result at every evaluation: its "
     "average.",
-    "The budget at equal quality is where the average first is as good as the final value of the "
+    "The budget at equal quality is where the average is first as good as the final value of the "
     "annealed run of the same seed, in percent of that run's length. “Not reached” means that the "
     "average never had that value. Time includes every cost of averaging.",
-    "If runs with several peak rates are given, each schedule and length and each average is shown "
-    "with the peak that is best for it in this metric.",
+    "If there are several peak rates, each schedule and length and each average is shown with the "
+    "peak that is best for it in this metric.",
 )
 
 
@@ -37,8 +37,8 @@ def headline(recipe: str, metric: Metric, frontier: Frontier) -> str:
     found = frontier.headline
     if found is None:
         return (
-            f"{recipe}: there is no average of a constant-rate run with a seed in common with the "
-            "annealed runs, so nothing is compared with them."
+            f"{recipe}: no constant-rate run with an average shares a seed with the annealed runs, "
+            "so nothing is compared with them."
         )
     longest: dict[str, EqualQuality] = {}
     for row in frontier.equal_quality:
@@ -65,18 +65,19 @@ def _at_quality(metric: Metric, row: EqualQuality, axis: Axis) -> str:
         return f"does not reach {target} {within} ({seeds})."
     after = say_count(amount.averaged_at.mean, axis)
     if row.saving.num_both < row.saving.num_seeds:
+        others = f"other{'s'[: row.saving.num_seeds - row.saving.num_both != 1]}"
         return (
-            f"has {target} after {after} in {row.saving.num_both} of {seeds}, and does not reach "
-            f"it {within} in the other{'s'[: row.saving.num_seeds - row.saving.num_both != 1]}."
+            f"reaches {target} after {after} in {row.saving.num_both} of {seeds}, and does not "
+            f"reach it {within} in the {others}."
         )
     spread = f" ({say_range(amount.averaged_at)} by seed)" if amount.saved.sd else ""
-    return f"has {target} after {after}{spread}: {less_training(amount)}{_cheaper(row, axis)}."
+    return f"reaches {target} after {after}{spread}: {less_training(amount)}{_cheaper(row, axis)}."
 
 
 def less_training(amount: Amount) -> str:
-    """Such as "38% less training", "2% more training" or "no less training"."""
+    """Such as "38% less training", "2% more training" or "as much training"."""
     percent = round(amount.percent or 0.0)
-    less = f"{abs(percent)}% {'less' if percent > 0 else 'more'}" if percent else "no less"
+    less = f"{abs(percent)}% {'less' if percent > 0 else 'more'}" if percent else "as much"
     return f"{less} training"
 
 
@@ -99,7 +100,7 @@ def leads(metric: Metric, frontier: Frontier) -> str:
         if found:
             rival = "it" if parts else "the best annealed run"
             parts.append(f"{where} {rival} at {_places(metric, found, frontier.axis)}")
-    return f"At equal budget the average is {', and '.join(parts)}." if parts else ""
+    return f"At equal budget, the average is {', and '.join(parts)}." if parts else ""
 
 
 def _places(metric: Metric, found: Sequence[Lead], axis: Axis) -> str:
@@ -131,15 +132,15 @@ def reached(row: EqualQuality, axis: Axis) -> str:
 
 
 def forecast(metric: Metric, found: Forecast) -> str:
-    """How well the average foretells the result of a decay."""
+    """How well the average predicts the result of a decay."""
     side = "above" if found.mean_error > 0 else "below"
     rank = found.rank_correlation
     window = found.average.removeprefix("average, ")
     average = found.average if window == found.average else f"{window} average"
     return (
         f"Forecast ({found.annealed}): where a decay starts, the {average} is "
-        f"{say_difference(metric, abs(found.mean_error))} {side} the {plain(metric.name)} with "
-        f"which the decay ends (mean of {len(found.branches)} branches; mean "
+        f"{say_difference(metric, abs(found.mean_error))} {side} the {plain(metric.name)} at the "
+        f"end of the decay (mean of {len(found.branches)} branches; mean "
         f"absolute error {say_difference(metric, found.mean_absolute_error)}, rank correlation "
         f"{'unknown' if rank is None else f'{rank:.2f}'})."
     )
@@ -150,14 +151,14 @@ def notes(metric: Metric, frontier: Frontier) -> list[str]:
     said = []
     if frontier.several_peaks:
         said.append(
-            "Runs with several peak rates are given. Each schedule and length and each average is "
-            f"shown with the peak that is best in {plain(metric.name)}, so all of them are "
-            "slightly optimistic."
+            "There are several peak rates. Each schedule and length and each average is shown with "
+            f"the peak that is best in {plain(metric.name)}, so all of them are slightly "
+            "optimistic."
         )
     if frontier.repeated:
         said.append(
-            "Some runs have the same schedule, length and peak rate, such as a run that is given "
-            "twice or in two lengths. Only the best of them is shown."
+            "Some runs have the same schedule, length and peak rate, such as a run given twice or "
+            "in two lengths. Only the best of them is shown."
         )
     if frontier.unfinished:
         said.append(f"Left out, because not finished: {'; '.join(frontier.unfinished)}.")

@@ -39,11 +39,10 @@ def _savings(rows: Sequence["WindowRow"], axis: Axis, name: Callable[[Series], s
     (most, longest), (least, shortest) = groups[0], groups[-1]
     if len(groups) == 1:
         which = "each of them" if len(ahead) == len(rows) else say_list(longest)
-        return f"The largest saving is {most} with {which}."
-    comma = "," if len(longest) > 1 else ""
+        return f"The largest saving is {most} for {which}."
     return (
-        f"The largest saving is {most} with {say_list(longest)}{comma} and {least} with "
-        f"{say_list(shortest)}."
+        f"The largest saving ranges from {least} for {say_list(shortest)} to {most} for "
+        f"{say_list(longest)}."
     )
 
 
@@ -59,8 +58,8 @@ def _ends(metric: Metric, rows: Sequence["WindowRow"], name: Callable[[Series], 
         return f"At the end {which} {good}."
     difference = max(ended.values()) - min(ended.values())
     return (
-        f"At the end {say_list(first)} {_are(first)} best with {good} and {say_list(last)} "
-        f"{_are(last)} worst with {bad}{_against_noise(metric, difference, rows)}."
+        f"At the end {say_list(first)} {_are(first)} best ({good}) and {say_list(last)} "
+        f"{_are(last)} worst ({bad}){_against_noise(metric, difference, rows)}."
     )
 
 

@@ -209,7 +209,7 @@ def finding(recipe: str, metric: Metric, row: "MainRow") -> str:
         return (
             f"{begin} reached a {plain(metric.name)} of {say_value(metric, row.headline.target)} "
             f"at {axis} {say_number(amount.averaged_at.mean)}, {baseline} at {axis} "
-            f"{say_number(amount.baseline_at.mean)}: {say_amount(amount, axis)} saved."
+            f"{say_number(amount.baseline_at.mean)}: {say_amount(amount, axis)}."
         )
     if row.unmatched is None:
         earlier = f"earlier than {baseline}{_in_mean(row)}"
@@ -217,8 +217,8 @@ def finding(recipe: str, metric: Metric, row: "MainRow") -> str:
     num_seeds = row.final.num_seeds
     seeds = f" (in {row.unmatched.num_seeds} of {num_seeds} seeds)" if num_seeds > 1 else ""
     return (
-        f"{begin} reached a better {plain(metric.name)} than {baseline} ever did, for the first "
-        f"time at {axis} {say_number(row.unmatched.averaged_from.mean)}{seeds}."
+        f"{begin} reached a better {plain(metric.name)} than {baseline} ever did, first at {axis} "
+        f"{say_number(row.unmatched.averaged_from.mean)}{seeds}."
     )
 
 
@@ -239,12 +239,9 @@ def caveat(row: "MainRow") -> str:
         and amount.saved.mean > longest.saved.mean
     ]
     if not more:
-        begin = "Of the average's own values this one has the largest saving"
-        return f"{begin}, so the number is optimistic: {at(row.final)}."
-    return (
-        "Only values that the average itself had are candidates for this target, and at others "
-        f"more was saved: {at(more[0])}."
-    )
+        begin = "This is the largest saving at any value of the average, so it is optimistic"
+        return f"{begin}: {at(row.final)}."
+    return f"Targets are values of the average; at others more was saved: {at(more[0])}."
 
 
 def unmatched(row: "MainRow") -> str:
@@ -253,12 +250,12 @@ def unmatched(row: "MainRow") -> str:
     if found is None:
         return ""
     seeds = row.final.num_seeds
-    where = f" in {found.num_seeds} of {seeds} seeds" if seeds > 1 else ""
+    where = f" ({found.num_seeds} of {seeds} seeds)" if seeds > 1 else ""
     if found.at_least.mean <= 0:
-        return f"At its end the average was better than the baseline ever was{where}."
+        return f"At its end{where} the average was better than the baseline ever was."
     return (
-        f"At {row.axis} {say_number(found.averaged_from.mean)} the average was better than the "
-        f"baseline ever was{where}: not matched in {say_number(found.baseline_end.mean)} "
+        f"At {row.axis} {say_number(found.averaged_from.mean)}{where} the average was better than "
+        f"the baseline ever was: not matched in {say_number(found.baseline_end.mean)} "
         f"{say_axis(row.axis)}, so more than {say_number(found.at_least.mean)} saved."
     )
 
@@ -286,7 +283,7 @@ def _behind(metric: Metric, row: "WindowRow", main: Sequence["MainRow"]) -> str:
     text = f"behind its raw weights in {row.num_behind} of {row.num_compared} evaluations"
     worst = row.worst
     if worst is None:
-        return f"{text}, but at no moment in most of the seeds"
+        return f"{text}, never in most seeds at once"
     axis = main[0].axis if main else "epoch"
     at = f"{axis} {say_number(worst.worst_at)}"
     if worst.worst_by is None:
@@ -298,18 +295,18 @@ def _late(row: "MainRow") -> list[str]:
     """At which of the baseline's own values the average was later, or never reached it."""
     parts = []
     if row.headline is None and row.unmatched is None:
-        parts.append(
-            f"reached no value earlier than its raw weights{_in_mean(row)}, so there is no saving"
-        )
+        parts.append(f"reached no value earlier than its raw weights{_in_mean(row)}: no saving")
     for name, saving in (("final", row.final), ("best", row.best)):
         never = sum(s.averaged_at is None for s in saving.by_seed)
         later = sum(s.saved is not None and s.saved < 0 for s in saving.by_seed)
-        seeds = say_seeds(saving.num_seeds)
+        of_seeds = f" of {saving.num_seeds} seeds" if saving.num_seeds > 1 else ""
         if later:
+            where = f" in {later}{of_seeds}" if of_seeds else ""
             rarely = f" and never in {never}" if never else ""
-            parts.append(f"reached their {name} value later in {later}{rarely} of {seeds}")
+            parts.append(f"reached the {name} raw value later{where}{rarely}")
         elif never:
-            parts.append(f"never reached their {name} value in {never} of {seeds}")
+            where = f" in {never}{of_seeds}" if of_seeds else ""
+            parts.append(f"never reached the {name} raw value{where}")
     return parts
 
 
@@ -339,16 +336,18 @@ def seen_at_targets(metric: Metric, row: "MainRow") -> str:
 
 
 def say_amount(amount: Amount, axis: Axis) -> str:
-    """Such as "73.3 epochs (72%; 72 to 75 by seed)"."""
+    """Such as "73.3 epochs saved (72%; 72 to 75 by seed)"."""
     facts = [] if amount.percent is None else [f"{amount.percent:.0f}%"]
     facts += [f"{say_range(amount.saved)} by seed"] if amount.saved.num_seeds > 1 else []
-    return say_count(amount.saved.mean, axis) + (f" ({'; '.join(facts)})" if facts else "")
+    return f"{say_count(amount.saved.mean, axis)} saved" + (
+        f" ({'; '.join(facts)})" if facts else ""
+    )
 
 
 def _in_mean(row: "MainRow") -> str:
     """Single seeds may have saved something."""
     num_seeds = row.final.num_seeds
-    return f" in the mean of {say_seeds(num_seeds)}" if num_seeds > 1 else ""
+    return f" (mean of {say_seeds(num_seeds)})" if num_seeds > 1 else ""
 
 
 def _the_average(series: Series) -> str:
@@ -362,11 +361,11 @@ def _at(saving: Saving, axis: Axis) -> str:
     amount = saving.on(axis)
     seeds = say_seeds(saving.num_seeds)
     if amount is None:
-        return f"which the average never reached in {seeds}, there is none"
+        return f"which the average never reached ({seeds}), there is no saving"
     mean = amount.saved.mean
-    text = f"it is {say_count(mean, axis)}"
+    text = f"the saving is {say_count(mean, axis)}"
     if saving.num_both < saving.num_seeds:
-        return f"{text} in {saving.num_both} of {seeds} and never reached in the others"
+        return f"{text} in {saving.num_both} of {seeds}; the value is not reached in the others"
     return text + (f" ({say_range(amount.saved)} by seed)" if amount.saved.num_seeds > 1 else "")
 
 
@@ -389,8 +388,8 @@ def limits_of(
         a, b = differ[0]
         said.append(
             f"The baseline was evaluated every {_every(a, axis)}, the average every "
-            f"{_every(b, axis)}. Only evaluations of both count, so the {say_axis(axis)} saved are "
-            "not known more precisely than that."
+            f"{_every(b, axis)}. Only evaluations of both count, which limits the precision of the "
+            f"{say_axis(axis)} saved."
         )
     ends = [(a.at[-1], b.at[-1]) for a, b in pairs if a.at[-1] != b.at[-1]]
     if ends:
@@ -450,16 +449,16 @@ def definitions(axes: Sequence[Axis]) -> tuple[str, ...]:
     units = " or ".join(dict.fromkeys(say_axis(axis) for axis in axes))
     return (
         "A series reaches a value at the first evaluation that is as good or better. Once is "
-        "enough, for raw and averaged weights alike, so noise helps whichever series is noisier. "
+        "enough, for raw and averaged weights alike, so noise favours the noisier series. "
         "If one was evaluated more often than the other, only evaluations of both count.",
         "The saving at a value is what the baseline took to reach it minus what the average took, "
         "seed by seed; then mean, standard deviation and range over the seeds in which both "
         "reached it.",
         f"The headline (“largest”) is the paper's number: the most {units} until the baseline "
-        "matches the average. It is one value for all seeds, which the average had and both "
-        "reached in every seed; steps, time and GPU-hours are those to the same value. As a "
-        "maximum over values it is optimistic. The savings at the baseline's own final and best "
-        "values, each seed with its own, are not chosen.",
+        "matches the average. Its value is the same for all seeds: the average had it, and both "
+        "reached it in every seed. Steps, time and GPU-hours are those to the same value. As a "
+        "maximum over values it is optimistic. The baseline's own final and best values, separate "
+        "for each seed, are not selected.",
         "If the average became better than the baseline ever was, the saving has only a lower "
         "bound: from there to the end of the baseline.",
         "“Alike” compares with raw weights whose BatchNorm statistics were made in the same way as "
@@ -467,8 +466,8 @@ def definitions(axes: Sequence[Axis]) -> tuple[str, ...]:
         "running statistics; part of that gain is due to BatchNorm.",
         "Time is training plus everything the series itself has cost so far: its evaluations and "
         "BatchNorm passes, and for an average also collecting, averaging, and the usual "
-        "evaluations of the raw weights. Other series are not charged to it. GPU-hours are that "
-        "time multiplied by the number of GPUs.",
-        "An average is behind if the raw weights of the same moment were better. A stretch is a "
-        "sequence of evaluations in which that was so in most of the seeds.",
+        "evaluations of the raw weights. The costs of other series are not included. GPU-hours are "
+        "that time multiplied by the number of GPUs.",
+        "An average is behind if the raw weights at the same step were better. A stretch is a "
+        "sequence of evaluations at which this holds in most seeds.",
     )

@@ -39,9 +39,7 @@ def weights_at(rule: Coefficients, steps: Sequence[int | None]) -> Weights:
     return rule.weights_at(known)
 
 
-@register_coefficients(
-    "blend:B[,RULE]", "B of the mean (weighted by RULE) plus 1 - B of the newest weights"
-)
+@register_coefficients("blend:B[,RULE]", "B times RULE's mean plus 1 - B times the newest weights")
 @dataclass(frozen=True)
 class Blend:
     """The mean and the live weights: `(1 - blend) * live + blend * mean`.

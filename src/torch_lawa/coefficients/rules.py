@@ -260,7 +260,7 @@ class Recency(_OneNumber):
 
 
 @register_coefficients(
-    "trend:AHEAD", "the least-squares line of each weight, AHEAD windows after the newest snapshot"
+    "trend:AHEAD", "each weight's least-squares line, AHEAD windows after the newest snapshot"
 )
 @dataclass(frozen=True)
 class Trend(_OneNumber):

@@ -33,8 +33,8 @@ _Step: TypeAlias = tuple[float, float | None, float | None, float | None]
 @register_figure(
     "saving",
     "What averaging saved",
-    "The arrow runs from where the raw weights reached the value of the largest saving back to "
-    "where the average did; the ticks are the seeds.",
+    "The arrow is the largest saving: it runs from where the raw weights reached a value back to "
+    "where the average did. Ticks are seeds.",
 )
 def _saving(scene: Scene, run: Run) -> list[Panel]:
     panels = []
@@ -344,8 +344,7 @@ def _say_behind(scene: Scene, run: Run) -> str:
 @register_figure(
     "behind",
     "Where averaging lost",
-    "Bars mark evaluations at which the raw weights of the same moment were better, in most of the "
-    "seeds.",
+    "Bars mark evaluations at which the raw weights at the same step were better in most seeds.",
     sentence=_say_behind,
 )
 def _behind(scene: Scene, run: Run) -> list[Panel]:

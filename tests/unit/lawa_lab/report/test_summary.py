@@ -310,8 +310,8 @@ def test_where_it_lost_is_one_sentence_per_run() -> None:
     for part in (
         "k = 2: behind its raw weights in 7 of 8 evaluations, at worst by 2 at epoch 2",
         "reached no value earlier",
-        "their final value later in 1 and never in 1 of 2 seeds",
-        "their best value later in 1 and never in 1 of 2 seeds",
+        "the final raw value later in 1 of 2 seeds and never in 1",
+        "the best raw value later in 1 of 2 seeds and never in 1",
     ):
         assert part in said
     rows = rows_of([9, 8, 7]) + rows_of([None, 7, 6], 2)
@@ -326,7 +326,7 @@ def test_a_seed_that_saved_something_is_not_denied() -> None:
     assert [seed.saved for seed in report.main[0].final.by_seed] == [1, None]
     [lost] = report.losses
     for said in (lost, finding("toy", report.metric, report.main[0])):
-        assert re.search(r"reached no .* earlier than .* in the mean of 2 seeds", said)
+        assert re.search(r"reached no .* earlier than .* \(mean of 2 seeds\)", said)
 
 
 def test_an_average_of_a_run_that_gets_worse_saves_nothing_but_is_not_behind() -> None:

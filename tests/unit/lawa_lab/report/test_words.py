@@ -108,15 +108,15 @@ def test_windows_with_equal_printed_values_are_not_ranked() -> None:
 
     text = said(window(4, 0.98781, 9), window(8, 0.98779, 9.01), window(16, 0.9878, 9))
     assert text == (
-        "The largest saving is 9 epochs with each of them. At the end each of them has 98.78%."
+        "The largest saving is 9 epochs for each of them. At the end each of them has 98.78%."
     )
     text = said(window(4, 0.98, 5), window(8, 0.99, 9), window(16, 0.99, 9), window(32, 0.97, 2))
     assert text == (
-        "The largest saving is 9 epochs with k = 8 and k = 16, and 2 epochs with k = 32. "
-        "At the end k = 8 and k = 16 are best with 99.00% and k = 32 is worst with 97.00%."
+        "The largest saving ranges from 2 epochs for k = 32 to 9 epochs for k = 8 and k = 16. "
+        "At the end k = 8 and k = 16 are best (99.00%) and k = 32 is worst (97.00%)."
     )
     text = said(window(4, 0.98, 5), window(8, 0.99, 9))
     assert text == (
-        "The largest saving is 9 epochs with k = 8 and 5 epochs with k = 4. "
-        "At the end k = 8 is best with 99.00% and k = 4 is worst with 98.00%."
+        "The largest saving ranges from 5 epochs for k = 4 to 9 epochs for k = 8. "
+        "At the end k = 8 is best (99.00%) and k = 4 is worst (98.00%)."
     )
