@@ -119,8 +119,7 @@ class LatestWeightAveragingCallback(MonitoredWindow, TrainerCallback):
         schedule = choose_schedule(schedule, horizon, k * samples)
         strategy = collect_strategy or ("save" if schedule is None else "steps")
         one_of("collect_strategy", strategy, ("save", "steps", "epoch"))
-        if type(collect_every) is not int or collect_every < 1:
-            raise ConfigError(f"collect_every={collect_every!r}: it must be an int of at least 1.")
+        collect_every = whole_number("collect_every", collect_every, least=1)
         if schedule is not None and collect_every != 1:
             given = f"schedule={schedule}" if horizon is None else f"horizon={horizon}"
             raise ConfigError(f"{given} and collect_every={collect_every}: pass only one.")
