@@ -11,8 +11,8 @@ In all of this module k = 0 stands for the raw weights, those that are being tra
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
@@ -35,7 +35,14 @@ from torch_lawa.validation import check_kind, one_of, whole_number
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["WindowChoice", "WindowChooser", "WindowSearch", "newest_is_live", "search_for"]
+__all__ = [
+    "MonitoredWindow",
+    "WindowChoice",
+    "WindowChooser",
+    "WindowSearch",
+    "newest_is_live",
+    "search_for",
+]
 
 
 @dataclass(frozen=True)
@@ -203,6 +210,61 @@ def newest_is_live(
         if name in newest
     )
     return all_true("choosing a window", model, same, group)
+
+
+class MonitoredWindow:
+    """The window that a framework's evaluations use; with a `search`, chosen by their `monitor`.
+
+    What an integration inherits: the framework evaluates, and reports the metrics to `choose`.
+    """
+
+    averager: LatestWeightAverager
+    search: WindowSearch | None
+    monitor: str
+    choice: WindowChoice | None = None  # of the last validation during training
+    _trial: int | None = None  # the window that is being measured
+
+    @property
+    def k(self) -> int | None:
+        """How many of the newest snapshots are averaged: all if None, 0 for the trained weights."""
+        if self.search is None:
+            return None
+        return self.search.chosen(self.averager) if self._trial is None else self._trial
+
+    @property
+    def ready(self) -> bool:
+        """Whether evaluations use an average."""
+        return self.averager.ready if self.k is None else self.k > 0
+
+    @contextmanager
+    def trying(self, k: int) -> Iterator[None]:
+        """Inside the block the average is of the k newest snapshots, not of the chosen ones."""
+        self._trial = k
+        try:
+            yield
+        finally:
+            self._trial = None
+
+    def choose(
+        self,
+        metrics: Mapping[int, Mapping[str, SupportsFloat]],
+        seconds: float,
+        model: nn.Module,
+        group: "ProcessGroup | None",
+    ) -> int:
+        """Choose a window by the metrics of each in one evaluation; returns its k."""
+        assert self.search is not None
+        for found in metrics.values():
+            if self.monitor not in found:
+                raise ConfigError(
+                    f"monitor={self.monitor!r}: the window is chosen by this metric, and the "
+                    f"evaluation gives {', '.join(found) or 'none'}. Log it, or set monitor=..."
+                )
+        values = {k: float(found[self.monitor]) for k, found in metrics.items()}
+        k = self.search.decide(values)
+        check_same_choice(model, k, group)
+        self.choice = WindowChoice(k, values[k], values, seconds)
+        return k
 
 
 class WindowChooser:

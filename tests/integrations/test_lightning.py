@@ -328,9 +328,9 @@ def test_the_window_may_live_on_disk(tmp_path):
     [
         ({"k": 0}, "k=0: give an int"),
         ({"store": "cloud"}, "store='cloud': choose one of 'host', 'device'"),
-        ({"update_every_n_steps": 0}, "update_every_n_steps=0: it must be an int of at least 1"),
+        ({"update_every_n_steps": 0}, "update_every_n_steps=0: give an int of at least 1"),
         ({"update_every_n_epochs": 1, "update_every_n_steps": 1}, "pass only one"),
-        ({"update_starting_at_epoch": -1}, "it must be an int of at least 0"),
+        ({"update_starting_at_epoch": -1}, "give an int of at least 0"),
         ({"schedule": Every(2), "update_every_n_steps": 2}, "pass only one"),
         ({"schedule": "often"}, "Every"),
         ({"schedule": Every(2), "interval": "week"}, "interval='week'"),

@@ -27,20 +27,19 @@ class BemaAverage(RunningAverage):
     def __init__(self, model: nn.Module, *, kappa: float, eta: float, kind: str) -> None:
         super().__init__(model, lambda step: (_LAG + step) ** -kappa, kind=kind)
         self._eta = eta
-        self._start = {name: t.clone() for name, t in averaged_parameters(model).items()}
+        self._start = averaged_parameters(model).clone()
 
     def swapped_into(self, model: nn.Module) -> AbstractContextManager[None]:
         """Swap in the EMA, corrected by the way from the start to the model's own weights."""
         mean, share = super().average(), (_LAG + self.num_steps) ** -self._eta
-        weights = averaged_parameters(model)
+        weights, start = averaged_parameters(model).locals(), self._start.locals()
 
         @torch.no_grad()
         def write() -> None:
             for name, weight in weights.items():
-                way = local(weight) - local(self._start[name])
-                local(weight).copy_(local(mean[name]) + share * way)
+                weight.copy_(local(mean[name]) + share * (weight - start[name]))
 
-        return swapped(model, {name: local(weight) for name, weight in weights.items()}, write)
+        return swapped(model, weights, write)
 
     def average(self) -> dict[str, Tensor]:
         """The model's own weights are needed: use `swapped_into`."""
@@ -48,11 +47,10 @@ class BemaAverage(RunningAverage):
 
     def state_dict(self) -> dict[str, Any]:
         """Also the weights at the start."""
-        return {**super().state_dict(), "start": dict(self._start)}
+        return {**super().state_dict(), "start": self._start.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state."""
         super().load_state_dict(state)
-        for name, tensor in self._start.items():
-            local(tensor).copy_(local(state["start"][name]))
+        self._start.load_state_dict(state["start"], self.kind)

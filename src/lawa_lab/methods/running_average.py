@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_lawa.errors import NotReadyError, StateError
+from lawa_lab.vector import Vector
+from torch_lawa.errors import NotReadyError
 from torch_lawa.shards import local, reshard
 from torch_lawa.swap import swapped
 
@@ -35,9 +36,7 @@ class RunningAverage:
     def __init__(self, model: nn.Module, weight: Callable[[int], float], *, kind: str) -> None:
         self._weight, self.kind = weight, kind
         # Now, since it may begin here, and a sharded checkpoint be loaded before the first step.
-        self._average = {
-            name: tensor.clone() for name, tensor in averaged_parameters(model).items()
-        }
+        self._average = averaged_parameters(model).clone()
         self.num_steps = 0  # that have been averaged
 
     @property
@@ -49,12 +48,11 @@ class RunningAverage:
     def collect(self, model: nn.Module, *, step: int | None = None) -> None:
         """Move the average towards the model's weights."""
         self.num_steps += 1
-        average, weights = self._pairs(model)
-        share = self._weight(self.num_steps)
+        weights, share = averaged_parameters(model), self._weight(self.num_steps)
         if share == 1.0:
-            torch._foreach_copy_(average, weights)
+            self._average.copy_(weights)
         else:
-            torch._foreach_lerp_(average, weights, share)
+            self._average.lerp_(weights, share)
 
     def step(self, model: nn.Module, *, loss: float | None = None) -> bool:
         """Count one optimizer step; every one of them is averaged."""
@@ -68,55 +66,33 @@ class RunningAverage:
     def swapped_into(self, model: nn.Module) -> AbstractContextManager[None]:
         """Swap the average into the model; weights and buffers are restored on any exit."""
         self._require_ready()
-        average, weights = self._pairs(model)
-
-        @torch.no_grad()
-        def write() -> None:
-            torch._foreach_copy_(weights, average)
-
-        return swapped(model, dict(zip(self._average, weights, strict=True)), write)
+        weights = averaged_parameters(model)
+        return swapped(model, weights.locals(), lambda: weights.copy_(self._average))
 
     def average(self) -> dict[str, Tensor]:
         """A copy of the averaged parameters."""
         self._require_ready()
-        return {name: tensor.clone() for name, tensor in self._average.items()}
+        return self._average.clone().tensors
 
     def state_dict(self) -> dict[str, Any]:
         """The average and the number of steps."""
-        return {"average": dict(self._average), "num_steps": self.num_steps}
+        return {"average": self._average.state_dict(), "num_steps": self.num_steps}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state."""
-        saved: Mapping[str, Tensor] = state.get("average", {})
-        shapes = {name: tensor.shape for name, tensor in self._average.items()}
-        if {name: tensor.shape for name, tensor in saved.items()} != shapes:
-            raise StateError(
-                f"the saved state of {self.kind} is of other parameters than the model's: build "
-                "the model as it was when the state was saved."
-            )
-        for name, tensor in self._average.items():
-            local(tensor).copy_(local(saved[name]))
+        self._average.load_state_dict(state.get("average", {}), self.kind)
         self.num_steps = int(state["num_steps"])
-
-    def _pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-        weights = averaged_parameters(model)
-        pairs = [(local(self._average[name]), local(weights[name])) for name in self._average]
-        return [average for average, _ in pairs], [weight for _, weight in pairs]
 
     def _require_ready(self) -> None:
         if not self.ready:
             raise NotReadyError(f"{self.kind}: no step has been averaged yet; call step() first.")
 
 
-def averaged_parameters(model: nn.Module) -> dict[str, Tensor]:
+def averaged_parameters(model: nn.Module) -> Vector:
     """Every floating-point parameter once, also if it is tied."""
     reshard(model)  # FSDP2 may leave parameters gathered after a forward pass
-    return {
-        name: parameter.detach()
-        for name, parameter in model.named_parameters()
-        if parameter.is_floating_point()
-    }
+    return Vector({name: p for name, p in model.named_parameters() if p.is_floating_point()})
 
 
 def swapped_values(model: nn.Module, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:

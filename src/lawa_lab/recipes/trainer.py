@@ -390,7 +390,8 @@ class Trainer:
             )
         if config.batch_size % world_size:
             raise ConfigError(
-                f"batch_size={config.batch_size}: not a multiple of the {world_size} processes."
+                f"batch_size={config.batch_size}: must be a multiple of the {world_size} "
+                "processes, so that each gets an equal part."
             )
         num_snapshots = self.schedule.expected(range(1, self.count_steps(config.epochs) + 1))
         if num_snapshots is not None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lawa_lab.recipes.task import Worker
+from lawa_lab.vector import Vector
 from lawa_lab.wrappers.base import BuiltWrapper, Step
 from lawa_lab.wrappers.registry import Wrapper
-from lawa_lab.wrappers.vector import Vector
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.shards import local, reshard
 from torch_lawa.spike_rescue import go_to_average

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from lawa_lab.wrappers.vector import Vector
+    from lawa_lab.vector import Vector
     from torch_lawa.averager import LatestWeightAverager
 
 __all__ = ["BuiltWrapper", "Gradient", "Step", "WrappedRun"]
@@ -95,7 +95,7 @@ class BuiltWrapper(abc.ABC):
         """Resume from a saved state."""
         try:
             for name in self.vectors:
-                getattr(self, name).load_state_dict(state["vectors"][name])
+                getattr(self, name).load_state_dict(state["vectors"][name], type(self).__name__)
             for name in self.numbers:
                 setattr(self, name, state["numbers"][name])
         except KeyError as error:

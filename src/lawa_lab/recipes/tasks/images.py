@@ -41,7 +41,10 @@ class Classification(ABC):
         batch_norm_batches: int,
         prefix: str,
     ) -> None:
-        check_batch_size(batch_size, num_train, worker)
+        if num_train < batch_size:
+            raise ConfigError(
+                f"batch_size={batch_size}: the data contains only {num_train} training images"
+            )
         self.num_batches = num_train // batch_size
         self.metrics = score_names(prefix, num_classes)
         self._build, self._seed, self._worker, self._prefix = build, seed, worker, prefix
@@ -152,19 +155,6 @@ class ImageTask(Classification):
         size = self._evaluate_batch_size
         for part, own in zip(torch.split(images, size), torch.split(labels, size), strict=True):
             yield normalize(part, self._mean, self._deviation), own
-
-
-def check_batch_size(batch_size: int, num_images: int, worker: Worker) -> None:
-    """Refuse a batch size that is larger than the data or not divisible by the ranks."""
-    if num_images < batch_size:
-        raise ConfigError(
-            f"batch_size={batch_size}: the data contains only {num_images} training images"
-        )
-    if batch_size % worker.world_size:
-        raise ConfigError(
-            f"batch_size={batch_size}: must be a multiple of the {worker.world_size} processes, so "
-            "that each gets an equal part"
-        )
 
 
 def own_part(num_examples: int, worker: Worker) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 
 from torch_lawa.averager import LatestWeightAverager
 from torch_lawa.batch_norm_cache import BatchNormCache
-from torch_lawa.errors import BatchNormError, ConfigError
+from torch_lawa.errors import BatchNormError
 from torch_lawa.evaluation import evaluating
 from torch_lawa.integrations.cadence import Cadence
 from torch_lawa.integrations.lightning._compat import LightningModule, Trainer, rank_zero_warn
@@ -27,16 +28,15 @@ from torch_lawa.integrations.lightning.strategies import (
     trained_model,
 )
 from torch_lawa.integrations.random_state import preserved_rng
-from torch_lawa.ranks.agreement import check_same_choice
 from torch_lawa.spike_rescue import SpikeRescue
 from torch_lawa.swap import swapped
 from torch_lawa.validation import whole_number
-from torch_lawa.window_choice import WindowChoice, WindowSearch, newest_is_live
+from torch_lawa.window_choice import MonitoredWindow, WindowSearch, newest_is_live
 
-__all__ = ["ModuleAverage"]
+__all__ = ["ModuleAverage", "ranks_of"]
 
 
-class ModuleAverage:
+class ModuleAverage(MonitoredWindow):
     """What a callback keeps of a run, and what is saved with its checkpoints."""
 
     def __init__(
@@ -53,22 +53,17 @@ class ModuleAverage:
         self.name, self.cadence, self.batch_norm = name, cadence, batch_norm
         self._options, self._forward = options, forward
         self.search, self.monitor, self._rescue = search, monitor, rescue
-        self.trial: int | None = None  # the window that is being measured
-        self.choice: WindowChoice | None = None  # of the last validation of `fit`
-        self._averager: LatestWeightAverager | None = None
         self._swap: contextlib.ExitStack | None = None
         self._owner: weakref.ref[LightningModule] | None = None  # whose weights are in the window
         self.latest_step = 0  # optimizer steps that the schedule was asked about
         self.latest_epoch = -1
         self.saved_step: int | None = None  # `latest_step` in the checkpoint that `fit` resumes
 
-    @property
-    def averager(self) -> LatestWeightAverager:
+    @cached_property
+    def averager(self) -> LatestWeightAverager:  # type: ignore[override]  # can be assigned to
         """The averager, made at the first use: all processes of a DiskStore must exist then."""
-        if self._averager is None:
-            schedule = copy.deepcopy(self.cadence.schedule)
-            self._averager = LatestWeightAverager(**self._options, schedule=schedule)
-        return self._averager
+        schedule = copy.deepcopy(self.cadence.schedule)
+        return LatestWeightAverager(**self._options, schedule=schedule)
 
     @property
     def rescue(self) -> SpikeRescue | None:
@@ -76,18 +71,6 @@ class ModuleAverage:
         if self._rescue is not None and self._rescue.averager is not self.averager:
             self._rescue = self._rescue.watching(self.averager)
         return self._rescue
-
-    @property
-    def k(self) -> int | None:
-        """How many of the newest snapshots are averaged: all if None, 0 for the trained weights."""
-        if self.search is None:
-            return None
-        return self.search.chosen(self.averager) if self.trial is None else self.trial
-
-    @property
-    def ready(self) -> bool:
-        """Whether evaluations use an average."""
-        return self.averager.ready if self.k is None else self.k > 0
 
     @property
     def swapped(self) -> bool:
@@ -153,25 +136,7 @@ class ModuleAverage:
             return False
         model = trained_model(trainer)
         release_gathered(model)
-        return newest_is_live(self.averager, model, _group(trainer))
-
-    def choose(
-        self, trainer: Trainer, logged: Mapping[int, Mapping[str, Any]], spent: float
-    ) -> int:
-        """Choose a window by what was logged for each in one validation; returns its k."""
-        assert self.search is not None
-        for values in logged.values():
-            if self.monitor not in values:
-                raise ConfigError(
-                    f"monitor={self.monitor!r}: the window is chosen by this metric, and the "
-                    f"module's validation logged {', '.join(values) or 'nothing'}. Log it, or set "
-                    "monitor=..."
-                )
-        measured = {k: float(values[self.monitor]) for k, values in logged.items()}
-        k = self.search.decide(measured)
-        check_same_choice(trained_model(trainer), k, _group(trainer))
-        self.choice = WindowChoice(k, measured[k], measured, spent)
-        return k
+        return newest_is_live(self.averager, model, ranks_of(trainer))
 
     @contextlib.contextmanager
     def averaged(self, trainer: Trainer) -> Iterator[None]:
@@ -210,7 +175,7 @@ class ModuleAverage:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy has: the window, but not the module that it is of or swapped into."""
-        return {**vars(self), "_owner": None, "_swap": None, "trial": None}
+        return {**vars(self), "_owner": None, "_swap": None, "_trial": None}
 
     # BatchNorm
 
@@ -249,7 +214,7 @@ class ModuleAverage:
                 yield loader
 
         self.batch_norm.put_into(
-            module, self.averager, batches, forward, k=self.k, group=_group(trainer)
+            module, self.averager, batches, forward, k=self.k, group=ranks_of(trainer)
         )
 
     def _run(self, trainer: Trainer, batch: Any) -> None:
@@ -264,6 +229,6 @@ class ModuleAverage:
             ) from error
 
 
-def _group(trainer: Trainer) -> "torch.distributed.ProcessGroup | None":
+def ranks_of(trainer: Trainer) -> "torch.distributed.ProcessGroup | None":
     """The group of the trainer's ranks, if there are several."""
     return torch.distributed.group.WORLD if trainer.world_size > 1 else None

@@ -9,7 +9,7 @@ from torch_lawa.integrations.cadence import Cadence, Unit
 from torch_lawa.integrations.lightning._compat import Trainer, rank_zero_warn
 from torch_lawa.schedule import Every, Schedule
 from torch_lawa.units import either
-from torch_lawa.validation import one_of
+from torch_lawa.validation import one_of, whole_number
 from torch_lawa.window_choice import WindowSearch
 
 __all__ = ["Interval", "check_run", "make_cadence"]
@@ -39,10 +39,10 @@ def make_cadence(
     >>> cadence.schedule, cadence.unit, cadence.start
     (Every(n=10, start=0, total=None), 'steps', 15)
     """
-    _check_int("update_every_n_steps", update_every_n_steps, 1)
-    _check_int("update_every_n_epochs", update_every_n_epochs, 1)
-    _check_int("update_starting_at_step", update_starting_at_step, 0)
-    _check_int("update_starting_at_epoch", update_starting_at_epoch, 0)
+    update_every_n_steps = _checked("update_every_n_steps", update_every_n_steps, 1)
+    update_every_n_epochs = _checked("update_every_n_epochs", update_every_n_epochs, 1)
+    update_starting_at_step = _checked("update_starting_at_step", update_starting_at_step, 0)
+    update_starting_at_epoch = _checked("update_starting_at_epoch", update_starting_at_epoch, 0)
     one_of("interval", interval, ("step", "epoch"))
     if sum(g is not None for g in (schedule, update_every_n_steps, update_every_n_epochs)) > 1:
         raise ConfigError(
@@ -76,9 +76,8 @@ def check_run(
         )
 
 
-def _check_int(name: str, value: object, least: int) -> None:
-    if value is not None and (type(value) is not int or value < least):
-        raise ConfigError(f"{name}={value!r}: it must be an int of at least {least}.")
+def _checked(name: str, value: int | None, least: int) -> int | None:
+    return None if value is None else whole_number(name, value, least=least)
 
 
 def _run_length(trainer: Trainer, unit: Unit) -> int | None:

@@ -23,8 +23,9 @@ from torch_lawa.integrations.lightning._compat import (
     Logger,
     Trainer,
 )
-from torch_lawa.integrations.lightning.average import ModuleAverage
+from torch_lawa.integrations.lightning.average import ModuleAverage, ranks_of
 from torch_lawa.integrations.lightning.loaders import generator_states
+from torch_lawa.integrations.lightning.strategies import trained_model
 from torch_lawa.integrations.random_state import preserved_rng
 
 __all__ = ["evaluate_twice"]
@@ -97,11 +98,8 @@ class _TwiceLoop(EvaluationLoop):
                 if k == 1 and average.newest_is_trained(self.trainer):
                     found[k] = None
                     continue
-                average.trial = k
-                try:
+                with average.trying(k):
                     found[k] = self._run_averaged(average)
-                finally:
-                    average.trial = None
         return found, clock.take()["choose"]
 
     def _run_averaged(self, average: ModuleAverage) -> list[_Logged]:
@@ -170,7 +168,8 @@ class _TwiceLoop(EvaluationLoop):
         found, seconds = self.windows.pop(average.name)
         windows = {0: trained, **{k: trained if w is None else w for k, w in found.items()}}
         values = {k: {each.name: each.value for each in logged} for k, logged in windows.items()}
-        k = average.choose(self.trainer, values, seconds)
+        model, ranks = trained_model(self.trainer), ranks_of(self.trainer)
+        k = average.choose(values, seconds, model, ranks)
         facts = {"k": float(k), "seconds": seconds}
         device = self.trainer.strategy.root_device  # where ranks can reduce it
         return [logged.renamed(average.name) for logged in windows[k]] + [

@@ -30,21 +30,21 @@ from torch_lawa.integrations.transformers.arguments import (
 )
 from torch_lawa.integrations.window_files import IN_TRAINER_CHECKPOINT, load_window, save_window
 from torch_lawa.masters import require_visible_parameters
-from torch_lawa.ranks.agreement import check_same_choice, check_same_decision
+from torch_lawa.ranks.agreement import check_same_decision
 from torch_lawa.schedule import Every, Schedule, choose_schedule
 from torch_lawa.selection import FrozenRule
 from torch_lawa.spike_rescue import SpikeRescue, refuse_masters, rescue_for
 from torch_lawa.stores.base import Store
 from torch_lawa.units import either
 from torch_lawa.validation import one_of, whole_number
-from torch_lawa.window_choice import WindowChoice, WindowSearch, newest_is_live, search_for
+from torch_lawa.window_choice import MonitoredWindow, WindowSearch, newest_is_live, search_for
 
-__all__ = ["LatestWeightAveragingCallback"]
+__all__ = ["LatestWeightAveragingCallback", "model_and_ranks"]
 
 logger = logging.getLogger(__name__)
 
 
-class LatestWeightAveragingCallback(TrainerCallback):
+class LatestWeightAveragingCallback(MonitoredWindow, TrainerCallback):
     """Keeps the `k` latest snapshots of the model that a Trainer trains.
 
     It needs a `LatestWeightAveragingTrainer`, or your own trainer with the
@@ -119,8 +119,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
         schedule = choose_schedule(schedule, horizon, k * samples)
         strategy = collect_strategy or ("save" if schedule is None else "steps")
         one_of("collect_strategy", strategy, ("save", "steps", "epoch"))
-        if type(collect_every) is not int or collect_every < 1:
-            raise ConfigError(f"collect_every={collect_every!r}: it must be an int of at least 1.")
+        collect_every = whole_number("collect_every", collect_every, least=1)
         if schedule is not None and collect_every != 1:
             given = f"schedule={schedule}" if horizon is None else f"horizon={horizon}"
             raise ConfigError(f"{given} and collect_every={collect_every}: pass only one.")
@@ -130,8 +129,6 @@ class LatestWeightAveragingCallback(TrainerCallback):
                 "collected. Set save_steps, or collect_strategy='steps'."
             )
         self.search = search_for(choose_window, monitor)
-        self.choice: WindowChoice | None = None  # of the last evaluation during training
-        self._trial: int | None = None  # the window that is being measured
         if self.search is not None and metrics == "averaged":
             raise ConfigError(
                 "choose_window with metrics='averaged': the choice needs the metrics of the "
@@ -186,52 +183,17 @@ class LatestWeightAveragingCallback(TrainerCallback):
     @property
     def ready(self) -> bool:
         """Whether there is an average to evaluate, next to or instead of the model."""
-        known = self.averager.ready if self.k is None else self.k > 0
-        return known and not self.model_is_final
-
-    @property
-    def k(self) -> int | None:
-        """How many of the newest snapshots are averaged: all if None, 0 for the trained weights."""
-        if self.search is None:
-            return None
-        return self.search.chosen(self.averager) if self._trial is None else self._trial
-
-    @contextlib.contextmanager
-    def trying(self, k: int) -> Iterator[None]:
-        """Inside the block the average is of the k newest snapshots, not of the chosen ones."""
-        self._trial = k
-        try:
-            yield
-        finally:
-            self._trial = None
+        return super().ready and not self.model_is_final
 
     def newest_is_trained(self, trainer: Trainer) -> bool:
         """Whether the newest snapshot will be evaluated anyway, as the trained weights."""
-        model, group = _model_and_group(trainer)
+        model, group = model_and_ranks(trainer)
         # Schedule-free optimizers change the weights for an evaluation. Accelerate wraps them all.
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         changes = callable(getattr(optimizer, "eval", None))
         if changes or self._batch_norm.needed(model):
             return False
         return newest_is_live(self.averager, model, group)
-
-    def choose(
-        self, trainer: Trainer, metrics: Mapping[int, Mapping[str, float]], seconds: float
-    ) -> int:
-        """Choose a window by the metrics of each in one evaluation; returns its k."""
-        assert self.search is not None
-        for found in metrics.values():
-            if self.monitor not in found:
-                raise ConfigError(
-                    f"monitor={self.monitor!r}: the window is chosen by this metric, and the "
-                    f"evaluation gives {', '.join(found)}. Set monitor=..."
-                )
-        values = {k: float(found[self.monitor]) for k, found in metrics.items()}
-        k = self.search.decide(values)
-        model, group = _model_and_group(trainer)
-        check_same_choice(model, k, group)
-        self.choice = WindowChoice(k, values[k], values, seconds)
-        return k
 
     def on_init_end(
         self,
@@ -395,7 +357,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
                     if hasattr(loader, "end"):
                         loader.end()  # Accelerate keeps loaders that were not iterated to the end
 
-        model, group = _model_and_group(trainer)
+        model, group = model_and_ranks(trainer)
         self._batch_norm.put_into(model, self.averager, batches, forward, k=self.k, group=group)
 
     def _begin(self, model: nn.Module, *, resuming: bool) -> None:
@@ -469,7 +431,7 @@ class LatestWeightAveragingCallback(TrainerCallback):
                 )
 
 
-def _model_and_group(trainer: Trainer) -> "tuple[nn.Module, torch.distributed.ProcessGroup | None]":
+def model_and_ranks(trainer: Trainer) -> "tuple[nn.Module, torch.distributed.ProcessGroup | None]":
     """The trainer's model, and the group of its ranks if there are several."""
     model: nn.Module = trainer.model  # type: ignore[assignment]  # may be None for Trainer
     return model, torch.distributed.group.WORLD if trainer.args.world_size > 1 else None

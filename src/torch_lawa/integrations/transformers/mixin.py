@@ -24,7 +24,10 @@ from torch_lawa.errors import ConfigError, OutputError, StateError
 from torch_lawa.evaluation import ActClock
 from torch_lawa.integrations.random_state import preserved_rng
 from torch_lawa.integrations.transformers.arguments import selects_average
-from torch_lawa.integrations.transformers.callback import LatestWeightAveragingCallback
+from torch_lawa.integrations.transformers.callback import (
+    LatestWeightAveragingCallback,
+    model_and_ranks,
+)
 from torch_lawa.window_choice import WindowSearch
 
 __all__ = ["LatestWeightAveragingMixin", "LatestWeightAveragingTrainer"]
@@ -131,7 +134,7 @@ class LatestWeightAveragingMixin(_Base):
 
         def choose(trained: Mapping[str, float]) -> None:
             measured = {0: trained, **({1: trained} if again else {}), **windows}
-            k = averaging.choose(self, measured, seconds)
+            k = averaging.choose(measured, seconds, *model_and_ranks(self))
             chosen.update(_renamed(measured[k], prefix, f"{prefix}_averaged"))
             chosen.update({f"{prefix}_averaged_k": k, f"{prefix}_averaged_seconds": seconds})
             report = dict(chosen)  # as `evaluate` reports: callbacks may monitor it

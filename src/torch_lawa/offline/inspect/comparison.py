@@ -45,7 +45,7 @@ def compare_checkpoints(
     (0.1, 1)
     """
     check_threads(threads)
-    locations = [find_one(path, key)[0] for path in (a, b)]
+    locations = [find_one(path, key).found[0].location for path in (a, b)]
     with (
         open_checkpoint(locations[0], key=key) as old,
         open_checkpoint(locations[1], key=key) as new,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_lawa.checkpoints.find.discovery import FoundCheckpoint, find_checkpoints
+from torch_lawa.checkpoints.find.discovery import Discovery, FoundCheckpoint, find_checkpoints
 from torch_lawa.checkpoints.find.expand import POINTERS
 from torch_lawa.checkpoints.find.step_names import parse_name
 from torch_lawa.checkpoints.formats.base import (
@@ -201,20 +201,13 @@ def inspect_path(
     path: str | os.PathLike[str], key: str | None = None
 ) -> Inspection | RunInspection:
     """Inspect a checkpoint, or all checkpoints of a run's folder or a pattern."""
-    location = parse_location(path)
-    if not location.is_file() or location.name in POINTERS:
-        discovery = find_checkpoints([path], key=key)
-        if discovery.is_run or len(discovery.found) > 1:
-            formats, sizes = _open_all(discovery.found, key)
-            return RunInspection(
-                os.fspath(path),
-                discovery.found,
-                formats,
-                sizes,
-                discovery.ordered_by,
-                discovery.notes,
-            )
-    return inspect_checkpoint(path, key)
+    discovery = _discover(path, key)
+    found = discovery.found
+    if not discovery.is_run and len(found) == 1:
+        return _inspect(discovery, key)
+    return RunInspection(
+        os.fspath(path), found, *_open_all(found, key), discovery.ordered_by, discovery.notes
+    )
 
 
 def inspect_checkpoint(path: str | os.PathLike[str], key: str | None = None) -> Inspection:
@@ -229,7 +222,30 @@ def inspect_checkpoint(path: str | os.PathLike[str], key: str | None = None) -> 
     >>> found.num_values, found.progress.step, found.dtypes["F32"].num_bytes
     (6, 100, 24)
     """
-    location, notes = find_one(path, key)
+    return _inspect(find_one(path, key), key)
+
+
+def find_one(path: str | os.PathLike[str], key: str | None = None) -> Discovery:
+    """Find the one checkpoint that a path names."""
+    discovery = _discover(path, key)
+    if discovery.is_run or len(discovery.found) > 1:
+        raise ConfigError(
+            f"{path}: found {len(discovery.found)} checkpoints "
+            f"({few((each.label for each in discovery.found), limit=3)}). Give one of them, such "
+            f"as {discovery.found[-1].location}."
+        )
+    return discovery
+
+
+def _discover(path: str | os.PathLike[str], key: str | None) -> Discovery:
+    location = parse_location(path)
+    if location.is_file() and location.name not in POINTERS:  # whatever its name: also a shard
+        return Discovery((FoundCheckpoint(location, None, None),), "given", is_run=False)
+    return find_checkpoints([path], key=key)
+
+
+def _inspect(discovery: Discovery, key: str | None) -> Inspection:
+    location = discovery.found[0].location
     with open_checkpoint(location, key=key) as opened:
         made = _how_averaged(opened)
         known = opened.progress.known
@@ -243,25 +259,8 @@ def inspect_checkpoint(path: str | os.PathLike[str], key: str | None = None) -> 
             progress=opened.progress if known else parse_name(location.name),
             metadata={k: v for k, v in opened.metadata.items() if k != PROVENANCE or made is None},
             provenance=made,
-            notes=(*notes, *opened.notes),
+            notes=(*discovery.notes, *opened.notes),
         )
-
-
-def find_one(
-    path: str | os.PathLike[str], key: str | None = None
-) -> tuple[Location, tuple[str, ...]]:
-    """The one checkpoint that a path names, and notes on how it was found."""
-    location = parse_location(path)
-    if location.is_file() and location.name not in POINTERS:
-        return location, ()  # whatever its name: a shard can be inspected, too
-    discovery = find_checkpoints([path], key=key)
-    if discovery.is_run or len(discovery.found) > 1:
-        raise ConfigError(
-            f"{path}: found {len(discovery.found)} checkpoints "
-            f"({few((each.label for each in discovery.found), limit=3)}). Give one of them, such "
-            f"as {discovery.found[-1].location}."
-        )
-    return discovery.found[0].location, discovery.notes
 
 
 def _open_all(

@@ -206,6 +206,12 @@ def test_what_cannot_be_run_is_refused(changes: dict[str, Any], error: str, tmp_
         run(smoke_plan("digits", **changes), tmp_path)
 
 
+def test_processes_get_equal_parts_of_a_batch() -> None:
+    plan, worker = smoke_plan("cifar100-resnet34"), Worker(rank=1, world_size=3)
+    with pytest.raises(ConfigError, match="batch_size=32: must be a multiple of the 3 processes"):
+        Trainer(plan, make_task(plan, worker), worker)
+
+
 def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
     with pytest.raises(LawaError, match="diverged"):
         run(smoke_plan("digits", learning_rate=1e30), tmp_path)

@@ -24,8 +24,8 @@ from lawa_lab.recipes.config import OptimizerName
 from lawa_lab.recipes.loop import make_task
 from lawa_lab.recipes.task import Worker
 from lawa_lab.recipes.trainer import Trainer
+from lawa_lab.vector import Vector
 from lawa_lab.wrappers.registry import WRAPPERS, name_wrapped, parse_wrappers
-from lawa_lab.wrappers.vector import Vector
 from torch_lawa.errors import ConfigError, StateError
 
 pytestmark = pytest.mark.slow

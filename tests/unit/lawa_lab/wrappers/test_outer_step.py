@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from lawa_lab.vector import Vector
 from lawa_lab.wrappers.outer_step import OuterStep
-from lawa_lab.wrappers.vector import Vector
 
 
 def test_the_first_period_starts_from_the_weights_after_the_start() -> None:

@@ -260,5 +260,3 @@ def test_a_broken_file_is_named_in_one_line(
 def test_what_cannot_be_made_into_batches_is_refused(task: Any) -> None:
     with pytest.raises(ConfigError, match="batch_size=22: the data contains only 21"):
         task(batch_size=22)
-    with pytest.raises(ConfigError, match="multiple of the 3 processes"):
-        task(worker=Worker(rank=1, world_size=3))

@@ -1,6 +1,6 @@
-"""Many tensors as one vector: the arithmetic of wrappers, on this rank's part of a model."""
+"""Many tensors as one vector: arithmetic on this rank's part of a model."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -52,11 +52,11 @@ class Vector:
 
     def zero_(self) -> None:
         """Become zeros, also where it is not a number."""
-        torch._foreach_zero_(list(self._locals()))
+        torch._foreach_zero_(list(self.locals().values()))
 
     def mul_(self, factor: "float | Tensor") -> None:
         """Multiply by a number."""
-        torch._foreach_mul_(list(self._locals()), factor)
+        torch._foreach_mul_(list(self.locals().values()), factor)
 
     def norm(self) -> Tensor:
         """The Euclidean norm over all tensors and all ranks."""
@@ -67,19 +67,20 @@ class Vector:
         """The tensors themselves."""
         return dict(self.tensors)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take saved values."""
+    def load_state_dict(self, state: Mapping[str, Any], owner: str) -> None:
+        """Take saved values, which an error says are of `owner`."""
         shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
         if {name: tensor.shape for name, tensor in state.items()} != shapes:
             raise StateError(
-                "the saved tensors have other names or shapes than the model's: build the model as "
-                "it was when they were saved."
+                f"the saved state of {owner} is of other parameters than the model's: build the "
+                "model as it was when the state was saved."
             )
         for name, tensor in self.tensors.items():
             local(tensor).copy_(local(state[name]))
 
-    def _locals(self) -> Iterator[Tensor]:
-        return map(local, self.tensors.values())
+    def locals(self) -> dict[str, Tensor]:
+        """The part of each tensor that this rank has."""
+        return {name: local(tensor) for name, tensor in self.tensors.items()}
 
     def _pairs(self, other: "Vector") -> tuple[list[Tensor], list[Tensor]]:
-        return [local(self.tensors[name]) for name in other.tensors], list(other._locals())
+        return [local(self.tensors[name]) for name in other.tensors], list(other.locals().values())
