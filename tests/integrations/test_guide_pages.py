@@ -149,7 +149,7 @@ def test_choosing(bench: Bench) -> None:
 
 def test_averages_of_the_first_steps_are_as_the_guide_says() -> None:
     assert "no average before step 16" in (text := (GUIDES / "choosing.md").read_text())
-    assert "up to step 31" in text
+    assert "Up to step 31" in text
     model = nn.Linear(1, 1, bias=False)
     averager = LatestWeightAverager(k=16, horizon=1 / 4, samples=16)
     complete = []
