@@ -65,6 +65,11 @@ class Scene:
         raw = [series for series in run.series if not series.averaged]
         return sorted(raw, key=lambda series: series.batch_norm is not None)
 
+    def raw_alike(self, run: Run, average: Series) -> list[Series]:
+        """The raw weights whose statistics are obtained like the average's, else running ones."""
+        raw = self.raw(run)
+        return [s for s in raw if s.batch_norm == average.batch_norm] or raw[:1]
+
     def panel(
         self,
         metric: Metric,
