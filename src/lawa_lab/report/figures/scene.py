@@ -8,7 +8,7 @@ from lawa_lab.report.figures.axes import Arrow, Line, Panel
 from lawa_lab.report.figures.style import Styles
 from lawa_lab.report.runs import Run, Series
 from lawa_lab.report.summary import MainRow, RecipeReport
-from lawa_lab.report.words import plain, say_number, say_range, say_series
+from lawa_lab.report.words import plain, say_by_seed, say_number, say_series
 
 __all__ = ["Scene"]
 
@@ -134,7 +134,7 @@ class Scene:
         ticks = [(getattr(s, name), looks[name]) for s in headline.by_seed for name in looks]
         facts = [] if amount.percent is None else [f"{amount.percent:.0f}%"]
         if len(headline.by_seed) > 1:
-            facts.append(f"{say_range(amount.saved)} by seed")
+            facts.append(say_by_seed(amount.saved))
         saved = f"{say_number(amount.saved.mean)} {self.axis}s earlier"
         return Arrow(
             begin=amount.baseline_at.mean,
