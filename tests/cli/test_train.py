@@ -79,6 +79,19 @@ def test_options_reach_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert (shown["wrap"], shown["schedule"]) == (["lookahead"], "constant")
 
 
+def test_the_weights_of_an_explicit_rule_are_not_rules(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rules = ("--ks", "2", "--coefficients", "uniform,explicit:1,2e0,3, recent:0.1")
+    assert lawa("train", *DIGITS[1:], *rules, "-o", "run", "--json") == 0
+    expected = ["uniform", "explicit:1,2e0,3", "recent:0.1"]
+    assert json.loads(Path("run/config.json").read_text())["hyperparameters"]["coefficients"] == (
+        expected
+    )
+    averaged = [row for row in rows_of(Path("run")) if row["weights"] == "averaged"]
+    assert {row["coefficients"] for row in averaged} == {"uniform", "explicit:1,2,3", "recent:0.1"}
+
+
 def test_what_is_asked_for_goes_before_the_smoke_values(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -99,7 +99,11 @@ class _Number(click.ParamType):  # type: ignore[type-arg]
 
 
 class _List(click.ParamType):  # type: ignore[type-arg]
-    """Comma-separated values."""
+    """Comma-separated values.
+
+    No text of a list begins with a number, so a number belongs to the text before it, as in
+    `uniform,explicit:1,2,3`.
+    """
 
     def __init__(self, item: Callable[[str], Any]) -> None:
         self.name, self._item = "list", item
@@ -109,12 +113,25 @@ class _List(click.ParamType):  # type: ignore[type-arg]
             return tuple(value)
         try:
             parts = [part.strip() for part in value.split(",")] if value.strip() else []
-            return tuple(map(self._item, parts))
+            return tuple(map(self._item, _joined(parts) if self._item is str else parts))
         except ValueError:
             self.fail(f"{value!r} is not a list like 3,6,10", param, ctx)
 
     def __repr__(self) -> str:
         return "LIST"
+
+
+def _joined(parts: list[str]) -> list[str]:
+    """Texts, each with the numbers that follow it."""
+    texts: list[str] = []
+    for part in parts:
+        try:
+            float(part)
+        except ValueError:
+            texts.append(part)
+        else:
+            texts[-1:] = [",".join([*texts[-1:], part])]
+    return texts
 
 
 _RUN: list[click.Parameter] = [

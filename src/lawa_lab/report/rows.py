@@ -97,7 +97,30 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
                 row = max(rows[key], row, key=lambda r: "train_seconds" in r)
             rows.pop(key, None)  # keep the order of the later row
             rows[key] = row
+    _require_one_run_each([(row, origin[key]) for key, row in rows.items()])
     return list(rows.values())
+
+
+def _require_one_run_each(rows: Iterable[tuple[Row, Path]]) -> None:
+    """Refuse files of one run whose epochs differ in length: they are of different runs.
+
+    No evaluation of one need have the step of one of the other, so rows do not disagree. A file in
+    which the length varies says nothing: its epochs may be rounded.
+    """
+    runs: dict[tuple[Any, ...], dict[Path, dict[float, Row]]] = {}
+    for row, file in rows:
+        step, epoch = row.get("step"), row.get("epoch")
+        if step and epoch:
+            key = (*_trained_as(row), row.get("peak_learning_rate"))
+            runs.setdefault(key, {}).setdefault(file, {})[step / epoch] = row
+    for files in runs.values():
+        steady = [
+            (min(own), file, own) for file, own in files.items() if max(own) < 1.01 * min(own)
+        ]
+        steady.sort(key=lambda each: each[0])
+        if steady and steady[-1][0] > 1.02 * steady[0][0]:
+            (_, first, _), (length, second, own) = steady[0], steady[-1]
+            raise FormatError(_conflict(first, second, own[length], "the steps per epoch"))
 
 
 def _plans(rows: Iterable[Row]) -> dict[tuple[str, str], set[tuple[Any, ...]]]:
@@ -210,11 +233,12 @@ def _agree(one: Row, other: Row) -> bool:
     return all(one[n] == other[n] for n in shared if not n.endswith("_seconds"))
 
 
-def _conflict(first: Path, second: Path, row: Row) -> str:
-    where = f"step {row['step']}" if row.get("step") is not None else f"epoch {row['epoch']}"
+def _conflict(first: Path, second: Path, row: Row, about: str | None = None) -> str:
+    step = row.get("step")
+    about = about or (f"step {step}" if step is not None else f"epoch {row['epoch']}")
     seed = "" if row.get("seed") is None else f" of seed {row['seed']}"
     return (
-        f"{first} and {second} disagree about {where}{seed}, and nothing in their rows tells the "
+        f"{first} and {second} disagree about {about}{seed}, and nothing in their rows tells the "
         "two runs apart. Report on one file at a time, or give the rows different `run` or `seed` "
         "values. If a run was resumed into a second file, append that file to the first."
     )

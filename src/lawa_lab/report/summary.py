@@ -165,10 +165,14 @@ class RecipeReport:
 
     @property
     def shown(self) -> list[MetricReport]:
-        """The metrics that most figures show: the accuracy, if there is one, and the loss."""
-        first = [m for m in self.metrics if m.metric.better == "higher"]
+        """The metrics that most figures show: the accuracy, if there is one, and the loss.
+
+        Those on test data, if there are any: some methods have chosen on the validation data.
+        """
+        metrics = sorted(self.metrics, key=lambda m: not m.metric.name.startswith("test_"))
+        first = [m for m in metrics if m.metric.better == "higher"]
         top1 = [m for m in first if "top5" not in m.metric.name] or first
-        losses = [m for m in self.metrics if m.metric.better == "lower"]
+        losses = [m for m in metrics if m.metric.better == "lower"]
         return top1[:1] + losses[:1]
 
 

@@ -144,6 +144,14 @@ def say_range(number: Mean) -> str:
     return "" if number.sd is None else f"{say_number(number.low)} to {say_number(number.high)}"
 
 
+def say_by_seed(number: Mean) -> str:
+    """Such as "72 to 75 by seed"; nothing for a single seed."""
+    if number.sd is None:
+        return ""
+    alike = say_number(number.low) == say_number(number.high)
+    return "in every seed" if alike else f"{say_range(number)} by seed"
+
+
 def say_seeds(number: int) -> str:
     """Such as "3 seeds"."""
     return f"{number} seed{'s' * (number != 1)}"
@@ -338,7 +346,7 @@ def seen_at_targets(metric: Metric, row: "MainRow") -> str:
 def say_amount(amount: Amount, axis: Axis) -> str:
     """Such as "73.3 epochs saved (72%; 72 to 75 by seed)"."""
     facts = [] if amount.percent is None else [f"{amount.percent:.0f}%"]
-    facts += [f"{say_range(amount.saved)} by seed"] if amount.saved.num_seeds > 1 else []
+    facts += [say_by_seed(amount.saved)] if amount.saved.num_seeds > 1 else []
     return f"{say_count(amount.saved.mean, axis)} saved" + (
         f" ({'; '.join(facts)})" if facts else ""
     )
@@ -366,7 +374,7 @@ def _at(saving: Saving, axis: Axis) -> str:
     text = f"the saving is {say_count(mean, axis)}"
     if saving.num_both < saving.num_seeds:
         return f"{text} in {saving.num_both} of {seeds}; the value is not reached in the others"
-    return text + (f" ({say_range(amount.saved)} by seed)" if amount.saved.num_seeds > 1 else "")
+    return text + (f" ({say_by_seed(amount.saved)})" if amount.saved.num_seeds > 1 else "")
 
 
 # ---------------------------------------------------------------- what limits the numbers

@@ -105,7 +105,7 @@ def _windows(scene: Scene, run: Run) -> list[Panel]:
     averages = _bare(scene.lines(run, alike, metric))
     if len(averages) < 2:
         return []
-    lines = (*_bare(scene.lines(run, scene.raw(run)[:1], metric)), *averages)
+    lines = (*_bare(scene.lines(run, scene.raw_alike(run, default), metric)), *averages)
     late = scene.panel(
         metric,
         lines,
@@ -156,7 +156,7 @@ def _coefficients(scene: Scene, run: Run) -> list[Panel]:
     for report in scene.shown:
         averages = scene.lines(run, [default, *alike], report.metric)
         if len(averages) > 1:
-            raw = scene.lines(run, scene.raw(run)[:1], report.metric)
+            raw = scene.lines(run, scene.raw_alike(run, default), report.metric)
             lines = _readable((*raw, *averages))
             panels.append(scene.panel(report.metric, lines, run, zoom_on=lines[len(raw) :]))
     return panels

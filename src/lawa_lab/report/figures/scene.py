@@ -8,7 +8,7 @@ from lawa_lab.report.figures.axes import Arrow, Line, Panel
 from lawa_lab.report.figures.style import Styles
 from lawa_lab.report.runs import Run, Series
 from lawa_lab.report.summary import MainRow, RecipeReport
-from lawa_lab.report.words import plain, say_number, say_range, say_series
+from lawa_lab.report.words import plain, say_by_seed, say_number, say_series
 
 __all__ = ["Scene"]
 
@@ -64,6 +64,11 @@ class Scene:
         """The raw weights, first with running statistics, then with others."""
         raw = [series for series in run.series if not series.averaged]
         return sorted(raw, key=lambda series: series.batch_norm is not None)
+
+    def raw_alike(self, run: Run, average: Series) -> list[Series]:
+        """The raw weights whose statistics are obtained like the average's, else running ones."""
+        raw = self.raw(run)
+        return [s for s in raw if s.batch_norm == average.batch_norm] or raw[:1]
 
     def panel(
         self,
@@ -129,7 +134,7 @@ class Scene:
         ticks = [(getattr(s, name), looks[name]) for s in headline.by_seed for name in looks]
         facts = [] if amount.percent is None else [f"{amount.percent:.0f}%"]
         if len(headline.by_seed) > 1:
-            facts.append(f"{say_range(amount.saved)} by seed")
+            facts.append(say_by_seed(amount.saved))
         saved = f"{say_number(amount.saved.mean)} {self.axis}s earlier"
         return Arrow(
             begin=amount.baseline_at.mean,

@@ -118,8 +118,8 @@ def test_legends_name_every_series_once(drawn: dict[str, Drawing]) -> None:
 
     raw, control, default = "raw weights", "raw weights, BatchNorm re-estimated", "average, k = 10"
     assert legend("saving") == [raw, control, default]
-    assert legend("windows") == [raw, *(f"average, k = {k}" for k in (3, 6, 10, 16))]
-    assert legend("coefficients") == [raw, default, f"{default}, exponential 0.9"]
+    assert legend("windows") == [control, *(f"average, k = {k}" for k in (3, 6, 10, 16))]
+    assert legend("coefficients") == [control, default, f"{default}, exponential 0.9"]
     assert legend("batch_norm") == [raw, control, default, f"{default}, BatchNorm copied"]
     assert legend("behind") == ["average evaluated", "raw weights better"]
     assert legend("runs") == [

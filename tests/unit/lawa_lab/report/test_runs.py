@@ -88,6 +88,22 @@ def test_two_files_that_differ_about_a_moment_are_refused(tmp_path: Path) -> Non
     assert values(load_runs([one, same])[0], Series()) == (9, 8, 7)
 
 
+def test_two_files_whose_epochs_differ_in_length_are_refused(tmp_path: Path) -> None:
+    """No evaluation of one has a step of the other: their rows would form one curve."""
+    one = write(tmp_path / "a.jsonl", [row(epoch, 9) for epoch in (1, 2, 3)])
+    longer = [{**row(epoch, 7), "step": 13 * epoch} for epoch in (1, 2, 3)]
+    other = write(tmp_path / "b.jsonl", longer)
+    for files in ([one, other], [other, one]):
+        with pytest.raises(FormatError, match="disagree about the steps per epoch of seed 0"):
+            load_runs(files)
+    for facts in ({"seed": 1}, {"run": "adam"}, {"budget_epochs": 4}):  # these tell them apart
+        write(other, [{**each, **facts} for each in longer])
+        assert load_runs([one, other])
+    # A run that was resumed into a second file, whose epochs are rounded down.
+    write(other, [{**row(3, 7), "step": 35}, {**row(4, 6), "step": 40}])
+    assert values(load_runs([one, other])[0], Series()) == (9, 9, 9, 7, 6)
+
+
 def test_shares_of_a_sweep_are_series_although_their_k_varies() -> None:
     rows = [
         {"weights": "averaged", "k": k, "horizon": share, "coefficients": rule}

@@ -386,6 +386,19 @@ def test_recipes_are_reported_apart_and_a_metric_can_be_chosen() -> None:
         summarise([run("a")], metric="speed")
 
 
+def test_figures_show_test_data_where_methods_may_have_chosen_on_validation_data() -> None:
+    names = ("valid_loss", "valid_accuracy", "test_top5_accuracy", "test_accuracy", "test_loss")
+
+    def shown(names: Sequence[str]) -> list[str]:
+        values = dict.fromkeys(names, 0.5)
+        rows = [{"weights": "raw", "epoch": 1, **values}, {"weights": "ema", "epoch": 1, **values}]
+        [recipe] = summarise([run_of(rows)]).recipes
+        return [each.metric.name for each in recipe.shown]
+
+    assert shown(names) == ["test_accuracy", "test_loss"]
+    assert shown(names[:2]) == ["valid_accuracy", "valid_loss"]
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

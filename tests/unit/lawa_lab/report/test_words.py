@@ -8,6 +8,7 @@ from lawa_lab.report.savings import Amount, Mean, Saving
 from lawa_lab.report.summary import WindowRow
 from lawa_lab.report.window_words import seen_in_windows
 from lawa_lab.report.words import (
+    say_amount,
     say_duration,
     say_number,
     say_spread,
@@ -120,3 +121,15 @@ def test_windows_with_equal_printed_values_are_not_ranked() -> None:
         "The largest saving ranges from 5 epochs for k = 4 to 9 epochs for k = 8. "
         "At the end k = 8 is best (99.00%) and k = 4 is worst (98.00%)."
     )
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [(3, 5, "4 epochs saved (44%; 3 to 5 by seed)"), (4, 4, "4 epochs (44%; in every seed)")],
+)
+def test_a_saving_that_is_the_same_in_every_seed_has_no_range(
+    low: float, high: float, text: str
+) -> None:
+    saved = Mean(mean=4, sd=(high - low) / 2, low=low, high=high, num_seeds=2)
+    amount = Amount(baseline_at=saved, averaged_at=saved, saved=saved, percent=44.4)
+    assert say_amount(amount, "epoch") == text
