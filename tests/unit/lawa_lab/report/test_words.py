@@ -125,7 +125,7 @@ def test_windows_with_equal_printed_values_are_not_ranked() -> None:
 
 @pytest.mark.parametrize(
     ("low", "high", "text"),
-    [(3, 5, "4 epochs saved (44%; 3 to 5 by seed)"), (4, 4, "4 epochs (44%; in every seed)")],
+    [(3, 5, "4 epochs saved (44%; 3 to 5 by seed)"), (4, 4, "4 epochs saved (44%; in every seed)")],
 )
 def test_a_saving_that_is_the_same_in_every_seed_has_no_range(
     low: float, high: float, text: str
