@@ -75,10 +75,11 @@ def _at_quality(metric: Metric, row: EqualQuality, axis: Axis) -> str:
 
 
 def less_training(amount: Amount) -> str:
-    """Such as "38% less training", "2% more training" or "as much training"."""
+    """Such as "38% less training", "2% more training" or "the same amount of training"."""
     percent = round(amount.percent or 0.0)
-    less = f"{abs(percent)}% {'less' if percent > 0 else 'more'}" if percent else "as much"
-    return f"{less} training"
+    if not percent:
+        return "the same amount of training"
+    return f"{abs(percent)}% {'less' if percent > 0 else 'more'} training"
 
 
 def _cheaper(row: EqualQuality, axis: Axis) -> str:

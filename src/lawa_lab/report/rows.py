@@ -56,7 +56,8 @@ def _files_in(folder: Path) -> list[tuple[Path, str | None]]:
     others = sorted(folder.rglob("*.jsonl"))
     rows = [file for file in others if any("weights" in row for row in read_metrics(file))]
     if not rows:
-        seen = f" ({', '.join(file.name for file in others)} holds none)" if others else ""
+        names = ", ".join(file.name for file in others)
+        seen = f" ({names} hold{'s'[: len(others) == 1]} none)" if others else ""
         raise FormatError(
             f"{folder}: no metrics.jsonl and no other .jsonl file with rows of weights in or below "
             f"this folder{seen}. {_WRITERS}"

@@ -162,7 +162,7 @@ def command(
     )
     if not as_json:
         known = len(plan.windows) - len(rows)
-        skipped = f", {known} skipped (remove their rows to repeat them)" if known else ""
+        skipped = f", {known} evaluated before (remove their rows to repeat them)" if known else ""
         evaluated = f"{len(rows)} evaluated{skipped}; rows in {metrics}. " if evaluator else ""
         results = f"Results in {output}." if output else ""
         echo((evaluated + results).strip(), err=True)

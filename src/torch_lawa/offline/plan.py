@@ -305,8 +305,10 @@ def _notes(
     notes = list(dict.fromkeys(note for c in opened for note in c.notes))
     averages = [c.location.name for c in opened if PROVENANCE in c.metadata]
     if 0 < len(averages) < len(opened):
-        are = "is itself an average" if len(averages) == 1 else "are themselves averages"
-        notes.append(f"{few(averages)} {are}, by lawa; the others are not.")
+        notes.append(
+            f"averages made by lawa are among the checkpoints: {few(averages)}. If that is a "
+            "mistake, write averages outside of the run's folder."
+        )
     statistics = sum(t.name.endswith("running_mean") for t in tensors)
     if statistics and options.buffers == "newest":
         notes.append(

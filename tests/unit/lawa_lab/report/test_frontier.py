@@ -241,7 +241,7 @@ def test_a_shorter_annealed_run_that_is_as_good_is_named(tmp_path: Path) -> None
     ("percent", "said", "drawn"),
     [
         (38.4, ": 38% less", ": 38% less"),
-        (-0.4, ": as much", None),
+        (-0.4, ": the same amount of", None),
         (-2.0, ": 2% more", ": 2% more"),
     ],
 )

@@ -98,7 +98,7 @@ class StoredTensor(DescribedTensor):
 
 @dataclass(frozen=True, slots=True)
 class UnusableTensor(DescribedTensor):
-    """A tensor that cannot be read, and why."""
+    """A tensor without usable values, and the reason."""
 
     why: str
 
