@@ -79,6 +79,13 @@ def test_options_reach_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert (shown["wrap"], shown["schedule"]) == (["lookahead"], "constant")
 
 
+def test_numbers_may_be_fractions(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--horizon", "1/3", "--evaluate-at", "1/4,1/2", "--methods", "horizon:1/2:8")
+    assert lawa("train", "digits", *words, "--epochs", "3/2", "--dry-run") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["horizon"], shown["evaluate_at"], shown["epochs"]) == (1 / 3, [0.25, 0.5], 1.5)
+
+
 def test_the_weights_of_an_explicit_rule_are_not_rules(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -110,6 +117,9 @@ def test_what_is_asked_for_goes_before_the_smoke_values(
         (["digits", "--optimizer", "rmsprop"], 2, "rmsprop"),
         (["digits", "--coefficients", "best"], 2, "coefficients 'best'"),
         (["digits", "--epochs", "-3"], 2, "--epochs -3: must be positive"),
+        (["digits", "--horizon", "1/0"], 2, "'1/0' is not a number"),
+        (["digits", "--horizon", "5/4"], 2, "--horizon 1.25: must be below 1"),
+        (["digits", "--methods", "horizon:1/0:8"], 2, "horizon:SHARE:K"),
         (["digits", "--land", "0.2"], 2, "Set --schedule constant"),
         (["digits", "--budgets", ""], 2, "distinct, positive numbers"),
         (["digits", "--resume", "--overwrite"], 2, "pass only one"),

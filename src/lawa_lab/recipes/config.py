@@ -98,7 +98,7 @@ class TrainConfig(abc.ABC):
     horizon: float | None = setting(
         None,
         "Space the snapshots so that the largest window always spans this fraction of the steps so "
-        "far, such as 0.25; NU and epochs then only determine when to evaluate.",
+        "far, such as 0.25 or 1/4; NU and epochs then only determine when to evaluate.",
         below=1,
     )
     samples: int = setting(
