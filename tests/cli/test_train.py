@@ -86,17 +86,19 @@ def test_numbers_may_be_fractions(capsys: pytest.CaptureFixture[str]) -> None:
     assert (shown["horizon"], shown["evaluate_at"], shown["epochs"]) == (1 / 3, [0.25, 0.5], 1.5)
 
 
-def test_the_weights_of_an_explicit_rule_are_not_rules(
+def test_what_belongs_to_a_rule_is_not_another_rule(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rules = ("--ks", "2", "--coefficients", "uniform,explicit:1,2e0,3, recent:0.1")
+    rules = ("--ks", "2", "--coefficients", "uniform,explicit:1,2e0,3, blend:0.4:recent:0.1")
     assert lawa("train", *DIGITS[1:], *rules, "-o", "run", "--json") == 0
-    expected = ["uniform", "explicit:1,2e0,3", "recent:0.1"]
+    expected = ["uniform", "explicit:1,2e0,3", "blend:0.4:recent:0.1"]
     assert json.loads(Path("run/config.json").read_text())["hyperparameters"]["coefficients"] == (
         expected
     )
     averaged = [row for row in rows_of(Path("run")) if row["weights"] == "averaged"]
-    assert {row["coefficients"] for row in averaged} == {"uniform", "explicit:1,2,3", "recent:0.1"}
+    assert {row["coefficients"] for row in averaged} == {
+        "uniform", "explicit:1,2,3", "blend:0.4:recent:0.1"
+    }  # fmt: skip
 
 
 def test_what_is_asked_for_goes_before_the_smoke_values(
