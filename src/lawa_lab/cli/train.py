@@ -234,6 +234,7 @@ def _train(recipe: type[TrainConfig], options: Mapping[str, Any], given: Mapping
         raise click.UsageError(
             "--budgets and --epochs: pass only one. --budgets gives the numbers of epochs."
         )
+    _check_evaluations(config, options["budgets"])
     data = options.get("data")
     if options["dry_run"]:
         shown = {"recipe": config.recipe, "seed": options["seed"], "data": data and str(data)}
@@ -252,6 +253,21 @@ def _train(recipe: type[TrainConfig], options: Mapping[str, Any], given: Mapping
     name = "-".join(re.findall(r"[\w.]+", config.run_name))  # lookahead(sgd): lookahead-sgd
     path = options["output"] or Path("runs") / f"{config.recipe}-{name}-seed-{plan.seed}"
     return _run(plan, path, options)
+
+
+def _check_evaluations(config: TrainConfig, budgets: Sequence[int | float] | None) -> None:
+    """Refuse evaluations that no run would have; a short one of several budgets may miss some."""
+    if budgets and config.evaluate_at and config.schedule == "constant":
+        raise click.UsageError(
+            "--budgets and --evaluate-at: a constant-rate run is evaluated at its budgets. Pass "
+            "only --budgets."
+        )
+    longest = max(budgets or [config.epochs])
+    beyond = [f"{epochs:g}" for epochs in config.evaluate_at if epochs > longest]
+    if beyond:
+        raise click.UsageError(
+            f"--evaluate-at {','.join(beyond)}: the run ends after {longest:g} epochs."
+        )
 
 
 def _with_options(message: str, names: set[str]) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 from lawa_lab.methods.registry import METHODS, parse_method
 from lawa_lab.registry import typed_entries
 from lawa_lab.wrappers.registry import WRAPPERS, name_wrapped, parse_wrappers
-from torch_lawa.coefficients import parse_coefficients
+from torch_lawa.coefficients import name_coefficients, parse_coefficients
 from torch_lawa.errors import ConfigError
 from torch_lawa.validation import one_of
 
@@ -160,18 +160,22 @@ class TrainConfig(abc.ABC):
             )
         if not self.coefficients or not self.batch_norm:
             raise ConfigError("coefficients and batch_norm: give at least one of each")
-        for rule in self.coefficients:
-            parse_coefficients(rule)
+        rules = {name_coefficients(parse_coefficients(text)) for text in self.coefficients}
+        if len(rules) != len(self.coefficients):
+            raise ConfigError(f"coefficients={','.join(self.coefficients)}: name each rule once")
         if len({str(parse_method(text)) for text in self.methods}) != len(self.methods):
             raise ConfigError(f"methods={','.join(self.methods)}: name each method once")
-        if any(epochs <= 0 for epochs in self.evaluate_at):
+        if any(not 0 < epochs < math.inf for epochs in self.evaluate_at):
             raise ConfigError(f"evaluate_at={_listed(self.evaluate_at)}: give positive numbers")
-        if any(not 2 <= bits <= 16 for bits in self.quantize):
+        bits = set(self.quantize)
+        if len(bits) != len(self.quantize) or not bits <= set(range(2, 17)):
             raise ConfigError(
-                f"quantize={_listed(self.quantize)}: give numbers of bits from 2 to 16"
+                f"quantize={_listed(self.quantize)}: give distinct numbers of bits from 2 to 16"
             )
         for policy in self.batch_norm:
             one_of("batch_norm", policy, ("re-estimated", "copied"))
+        if len(set(self.batch_norm)) != len(self.batch_norm):
+            raise ConfigError(f"batch_norm={','.join(self.batch_norm)}: name each once")
         one_of("optimizer", self.optimizer, get_args(OptimizerName))
         parse_wrappers(self.wrap, self.optimizer)
         one_of("schedule", self.schedule, get_args(LearningRateSchedule))
