@@ -143,6 +143,7 @@ def test_what_is_asked_for_goes_before_the_smoke_values(
         (["digits", "--wrap", "lookahead:5:2"], 2, "lookahead[:K:ALPHA]"),
         (["digits", "--test-fraction", "0.9999"], 2, "test_fraction=0.9999"),
         (["digits", "--device", "tpu"], 2, "cpu"),
+        (["digits", "--parallel", "fsdp", "--device", "cpu"], 2, "torchrun"),
         (["digits", "--device", "cuda"], 2, "no CUDA device"),
         (["digits", "--budgets", "2,3", "--epochs", "50"], 2, "--epochs"),
         (["digits", "--data", "data"], 2, "--data"),
