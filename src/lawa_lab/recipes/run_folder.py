@@ -19,7 +19,14 @@ from lawa_lab.recipes.quantization import is_rounded
 from lawa_lab.recipes.registry import RECIPES
 from torch_lawa._version import __version__
 from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
-from torch_lawa.checkpoints.storage.atomic import TEMPORARY, publish, recover_all, remove, replacing
+from torch_lawa.checkpoints.storage.atomic import (
+    TEMPORARY,
+    making,
+    publish,
+    recover_all,
+    remove,
+    replacing,
+)
 from torch_lawa.errors import ConfigError, LawaError, StateError
 from torch_lawa.metrics import Row, read_metrics
 from torch_lawa.system_errors import unwrapped_errors
@@ -142,14 +149,8 @@ class RunFolder:
         Raises if it contains a run that this one may not continue or replace.
         """
         self._check(plan)
-        made = [path for path in (self.path, *self.path.parents) if not path.exists()]
-        self.path.mkdir(parents=True, exist_ok=True)
-        try:
+        with making(self.path):
             yield
-        finally:
-            with contextlib.suppress(OSError):  # it is not empty
-                for path in made:
-                    path.rmdir()
 
     def begin(self, plan: RunPlan, *, world_size: int) -> None:
         """Prepare the folder for training: resume its run, or clear it and write the plan."""
