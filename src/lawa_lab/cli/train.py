@@ -250,7 +250,7 @@ def _train(recipe: type[TrainConfig], options: Mapping[str, Any], given: Mapping
         data=None if data is None else str(data),
         smoke=options["smoke"],
     )
-    name = "-".join(re.findall(r"[\w.]+", config.run_name))  # lookahead(sgd): lookahead-sgd
+    name = "-".join(re.findall(r"[\w.]+", plan.run_name))  # lookahead(sgd): lookahead-sgd
     path = options["output"] or Path("runs") / f"{config.recipe}-{name}-seed-{plan.seed}"
     return _run(plan, path, options)
 

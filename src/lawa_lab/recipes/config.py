@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from lawa_lab.methods.registry import METHODS, parse_method
 from lawa_lab.registry import typed_entries
-from lawa_lab.wrappers.registry import WRAPPERS, name_wrapped, parse_wrappers
+from lawa_lab.wrappers.registry import WRAPPERS, parse_wrappers
 from torch_lawa.coefficients import name_coefficients, parse_coefficients
 from torch_lawa.errors import ConfigError
 from torch_lawa.validation import one_of
@@ -197,17 +197,6 @@ class TrainConfig(abc.ABC):
     def schedule_free(self) -> bool:
         """Whether the optimizer keeps an average of its own."""
         return self.optimizer.startswith("schedule-free")
-
-    @property
-    def run_name(self) -> str:
-        """The name of the run in reports, which distinguishes runs of one recipe."""
-        name = name_wrapped(self.wrap, self.optimizer)
-        if self.schedule != type(self).schedule and not self.schedule_free:
-            name += f", {self.schedule} rate"
-        if self.land:
-            shape = "" if self.land_shape == "linear" else f" {self.land_shape}"
-            name += f", landing {self.land:g}{shape}"
-        return name
 
 
 def _metadata(cls: type[TrainConfig], name: str) -> Mapping[str, Any]:
