@@ -47,7 +47,7 @@ class Lines(TrainingCallback):
         self._name, self._branch = name, ""
 
     def on_branch(self, plan: RunPlan) -> None:
-        self._branch = f" {plan.config.run_name}, {plan.config.epochs:g} epochs:"
+        self._branch = f" {plan.run_name}, {plan.config.epochs:g} epochs:"
 
     def on_trunk(self) -> None:
         self._branch = ""

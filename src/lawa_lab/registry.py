@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar, TypeVar
 
 from torch_lawa.errors import ConfigError
+from torch_lawa.units import parse_number
 
 __all__ = ["Registry", "Typed", "parse_typed", "typed_entries"]
 
@@ -106,7 +107,7 @@ def parse_typed(registry: Registry[type[AnyTyped]], text: str) -> AnyTyped:
     name, *words = text.split(":")
     entry = registry.find(name)
     try:
-        return entry(*map(float, words))
+        return entry(*map(parse_number, words))
     except (TypeError, ValueError, OverflowError) as error:
         if isinstance(error, ConfigError):
             raise

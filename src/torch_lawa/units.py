@@ -5,7 +5,15 @@ from collections.abc import Iterable, Sequence
 
 from torch_lawa.errors import ConfigError
 
-__all__ = ["counted", "either", "few", "format_bytes", "parse_bytes", "three_digits"]
+__all__ = [
+    "counted",
+    "either",
+    "few",
+    "format_bytes",
+    "parse_bytes",
+    "parse_number",
+    "three_digits",
+]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 _TYPED = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)[bB]?\s*")
@@ -73,3 +81,16 @@ def parse_bytes(text: str) -> int:
     number, unit, binary = found.groups()
     power = " kmgt".index(unit.lower()) if unit else 0
     return int(float(number) * (1024 if binary else 1000) ** power)
+
+
+def parse_number(text: str) -> float:
+    """A number or a fraction, such as `0.25` or `1/4`.
+
+    >>> parse_number("0.25"), parse_number("1/4")
+    (0.25, 0.25)
+    """
+    top, slash, bottom = text.partition("/")
+    try:
+        return float(top) / float(bottom) if slash else float(text)
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"{text!r} is not a number such as 0.25 or 1/4") from None

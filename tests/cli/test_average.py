@@ -380,6 +380,22 @@ def test_a_share_of_the_run(run: Path, lawa: Lawa) -> None:
     assert "--last 2 and --horizon 0.5" in complained
 
 
+def test_a_share_may_be_a_fraction(run: Path, lawa: Lawa) -> None:
+    """As in Python, where it is `horizon=1/3`."""
+    words = ["run", "-o", "m", "--dry-run", "--horizon"]
+    assert json.loads(lawa("average", *words, "1/3", "--json")[1])["horizon"] == 1 / 3
+    assert "horizon = 0.5, 0.75, ending" in lawa("sweep", *words, "1/2,3/4")[1]
+    for wrong in ("1/0", "a/b", "1/2/3", "1/"):
+        for verb in ("average", "sweep"):
+            code, _, complained = lawa(verb, *words, wrong)
+            assert code == 2
+            assert f"{wrong!r} is not a" in complained
+    for wrong in ("3/2", "-1/4", "4/4", "0/3"):
+        code, _, complained = lawa("average", *words, wrong)
+        assert code == 2
+        assert "between 0 and 1" in complained
+
+
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
 def test_an_average_among_the_checkpoints_is_noted(run: Path, lawa: Lawa, suffix: str) -> None:
     """It would be averaged a second time: most likely it was written into the run by mistake."""

@@ -79,17 +79,26 @@ def test_options_reach_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert (shown["wrap"], shown["schedule"]) == (["lookahead"], "constant")
 
 
-def test_the_weights_of_an_explicit_rule_are_not_rules(
+def test_numbers_may_be_fractions(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--horizon", "1/3", "--evaluate-at", "1/4,1/2", "--methods", "horizon:1/2:8")
+    assert lawa("train", "digits", *words, "--epochs", "3/2", "--dry-run") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["horizon"], shown["evaluate_at"], shown["epochs"]) == (1 / 3, [0.25, 0.5], 1.5)
+
+
+def test_what_belongs_to_a_rule_is_not_another_rule(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rules = ("--ks", "2", "--coefficients", "uniform,explicit:1,2e0,3, recent:0.1")
+    rules = ("--ks", "2", "--coefficients", "uniform,explicit:1,2e0,3, blend:0.4:recent:0.1")
     assert lawa("train", *DIGITS[1:], *rules, "-o", "run", "--json") == 0
-    expected = ["uniform", "explicit:1,2e0,3", "recent:0.1"]
+    expected = ["uniform", "explicit:1,2e0,3", "blend:0.4:recent:0.1"]
     assert json.loads(Path("run/config.json").read_text())["hyperparameters"]["coefficients"] == (
         expected
     )
     averaged = [row for row in rows_of(Path("run")) if row["weights"] == "averaged"]
-    assert {row["coefficients"] for row in averaged} == {"uniform", "explicit:1,2,3", "recent:0.1"}
+    assert {row["coefficients"] for row in averaged} == {
+        "uniform", "explicit:1,2,3", "blend:0.4:recent:0.1"
+    }  # fmt: skip
 
 
 def test_what_is_asked_for_goes_before_the_smoke_values(
@@ -110,12 +119,31 @@ def test_what_is_asked_for_goes_before_the_smoke_values(
         (["digits", "--optimizer", "rmsprop"], 2, "rmsprop"),
         (["digits", "--coefficients", "best"], 2, "coefficients 'best'"),
         (["digits", "--epochs", "-3"], 2, "--epochs -3: must be positive"),
+        (["digits", "--horizon", "1/0"], 2, "'1/0' is not a number"),
+        (["digits", "--horizon", "5/4"], 2, "--horizon 1.25: must be below 1"),
+        (["digits", "--methods", "horizon:1/0:8"], 2, "horizon:SHARE:K"),
         (["digits", "--land", "0.2"], 2, "Set --schedule constant"),
+        (["digits", "--quantize", "8,8"], 2, "--quantize 8,8: give distinct"),
+        (["digits", "--coefficients", "uniform,uniform"], 2, "each rule once"),
+        (["digits", "--evaluate-test"], 2, "--validation-fraction"),
+        (["cifar100-resnet34", "--evaluate-test"], 2, "--held-out"),
+        (
+            ["digits", "--evaluate-at", "20,50,60,70"],
+            2,
+            "--evaluate-at 60,70: the run ends after 50",
+        ),
+        (["digits", "--evaluate-at", "7", "--budgets", "3,5"], 2, "the run ends after 5 epochs"),
+        (
+            ["digits", "--evaluate-at", "2", "--budgets", "3,5", "--schedule", "constant"],
+            2,
+            "Pass only --budgets",
+        ),
         (["digits", "--budgets", ""], 2, "distinct, positive numbers"),
         (["digits", "--resume", "--overwrite"], 2, "pass only one"),
         (["digits", "--wrap", "lookahead:5:2"], 2, "lookahead[:K:ALPHA]"),
         (["digits", "--test-fraction", "0.9999"], 2, "test_fraction=0.9999"),
         (["digits", "--device", "tpu"], 2, "cpu"),
+        (["digits", "--parallel", "fsdp", "--device", "cpu"], 2, "torchrun"),
         (["digits", "--device", "cuda"], 2, "no CUDA device"),
         (["digits", "--budgets", "2,3", "--epochs", "50"], 2, "--epochs"),
         (["digits", "--data", "data"], 2, "--data"),
@@ -288,6 +316,18 @@ def test_runs_that_reports_tell_apart_have_folders_of_their_own() -> None:
         "digits-sgd-constant-rate-seed-0",
         "digits-sgd-seed-0",
     ]
+
+
+def test_runs_of_other_batch_sizes_and_weight_decays_are_reported_apart(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words in ([], ["--batch-size", "64"], ["--weight-decay", "0.02"]):
+        assert lawa(*DIGITS, *words) == 0
+    capsys.readouterr()
+    assert lawa("report", "runs", "--metric", "test_loss") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "sgd with batch size 64" in shown
+    assert "sgd with weight decay 0.02" in shown
 
 
 def test_metrics_of_something_else_are_not_replaced(capsys: pytest.CaptureFixture[str]) -> None:

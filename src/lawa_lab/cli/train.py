@@ -17,7 +17,9 @@ import click
 
 from lawa_lab.recipes.config import TrainConfig
 from lawa_lab.recipes.registry import RECIPES
+from torch_lawa.cli.options import ParsedNumber
 from torch_lawa.errors import ConfigError
+from torch_lawa.units import parse_number
 
 if TYPE_CHECKING:
     from lawa_lab.recipes.budgets import BudgetedRun
@@ -81,21 +83,8 @@ def _recipe(config: type[TrainConfig]) -> click.Command:
 
 
 def _number(text: str) -> int | float:
-    return int(text) if text.strip().isdecimal() else float(text)
-
-
-class _Number(click.ParamType):  # type: ignore[type-arg]
     """A whole number stays one, so that 200 is not shown as 200.0."""
-
-    name = "number"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> int | float:
-        if not isinstance(value, str):
-            return value  # type: ignore[no-any-return]
-        try:
-            return _number(value)
-        except ValueError:
-            self.fail(f"{value!r} is not a number", param, ctx)
+    return int(text) if text.strip().isdecimal() else parse_number(text)
 
 
 class _List(click.ParamType):  # type: ignore[type-arg]
@@ -214,16 +203,17 @@ def _option(item: "dataclasses.Field[Any]", config: type[TrainConfig]) -> click.
 
 def _type(kind: Any) -> "click.ParamType[Any]":
     if kind == int | float:
-        return _Number()
+        return ParsedNumber("number", _number)
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         kind = next(part for part in typing.get_args(kind) if part is not types.NoneType)
     if typing.get_origin(kind) is typing.Literal:
         return click.Choice(typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
-        return _List(typing.get_args(kind)[0])
+        item = typing.get_args(kind)[0]
+        return _List(parse_number if item is float else item)
     plain: dict[Any, click.ParamType[Any]] = {
         int: click.INT,
-        float: click.FLOAT,
+        float: ParsedNumber("float", parse_number),
         str: click.STRING,
     }
     return plain[kind]
@@ -244,6 +234,7 @@ def _train(recipe: type[TrainConfig], options: Mapping[str, Any], given: Mapping
         raise click.UsageError(
             "--budgets and --epochs: pass only one. --budgets gives the numbers of epochs."
         )
+    _check_evaluations(config, options["budgets"])
     data = options.get("data")
     if options["dry_run"]:
         shown = {"recipe": config.recipe, "seed": options["seed"], "data": data and str(data)}
@@ -259,9 +250,24 @@ def _train(recipe: type[TrainConfig], options: Mapping[str, Any], given: Mapping
         data=None if data is None else str(data),
         smoke=options["smoke"],
     )
-    name = "-".join(re.findall(r"[\w.]+", config.run_name))  # lookahead(sgd): lookahead-sgd
+    name = "-".join(re.findall(r"[\w.]+", plan.run_name))  # lookahead(sgd): lookahead-sgd
     path = options["output"] or Path("runs") / f"{config.recipe}-{name}-seed-{plan.seed}"
     return _run(plan, path, options)
+
+
+def _check_evaluations(config: TrainConfig, budgets: Sequence[int | float] | None) -> None:
+    """Refuse evaluations that no run would have; a short one of several budgets may miss some."""
+    if budgets and config.evaluate_at and config.schedule == "constant":
+        raise click.UsageError(
+            "--budgets and --evaluate-at: a constant-rate run is evaluated at its budgets. Pass "
+            "only --budgets."
+        )
+    longest = max(budgets or [config.epochs])
+    beyond = [f"{epochs:g}" for epochs in config.evaluate_at if epochs > longest]
+    if beyond:
+        raise click.UsageError(
+            f"--evaluate-at {','.join(beyond)}: the run ends after {longest:g} epochs."
+        )
 
 
 def _with_options(message: str, names: set[str]) -> str:

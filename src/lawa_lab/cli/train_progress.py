@@ -40,7 +40,7 @@ def show_run(
     console = Console(highlight=False)
     config = plan.config
     console.print(
-        f"{config.recipe}, {config.run_name}, seed {plan.seed}: {config.epochs} "
+        f"{config.recipe}, {plan.run_name}, seed {plan.seed}: {config.epochs} "
         f"epoch{'s'[: config.epochs != 1]} on {worker.device}"
         f"{f' × {worker.world_size}' if worker.world_size > 1 else ''}; run folder {path}",
         soft_wrap=True,
@@ -87,7 +87,7 @@ class _Lines(TrainingCallback):
 
     def on_branch(self, plan: RunPlan) -> None:
         """Name the branch."""
-        self._say(f"  branch: {plan.config.run_name}, {plan.config.epochs:g} epochs")
+        self._say(f"  branch: {plan.run_name}, {plan.config.epochs:g} epochs")
 
     def on_trunk(self) -> None:
         """Say that the run goes on."""

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from lawa_lab.methods.registry import METHODS, parse_method
 from lawa_lab.registry import typed_entries
-from lawa_lab.wrappers.registry import WRAPPERS, name_wrapped, parse_wrappers
-from torch_lawa.coefficients import parse_coefficients
+from lawa_lab.wrappers.registry import WRAPPERS, parse_wrappers
+from torch_lawa.coefficients import name_coefficients, parse_coefficients
 from torch_lawa.errors import ConfigError
 from torch_lawa.validation import one_of
 
@@ -98,7 +98,7 @@ class TrainConfig(abc.ABC):
     horizon: float | None = setting(
         None,
         "Space the snapshots so that the largest window always spans this fraction of the steps so "
-        "far, such as 0.25; NU and epochs then only determine when to evaluate.",
+        "far, such as 0.25 or 1/4; NU and epochs then only determine when to evaluate.",
         below=1,
     )
     samples: int = setting(
@@ -160,18 +160,22 @@ class TrainConfig(abc.ABC):
             )
         if not self.coefficients or not self.batch_norm:
             raise ConfigError("coefficients and batch_norm: give at least one of each")
-        for rule in self.coefficients:
-            parse_coefficients(rule)
+        rules = {name_coefficients(parse_coefficients(text)) for text in self.coefficients}
+        if len(rules) != len(self.coefficients):
+            raise ConfigError(f"coefficients={','.join(self.coefficients)}: name each rule once")
         if len({str(parse_method(text)) for text in self.methods}) != len(self.methods):
             raise ConfigError(f"methods={','.join(self.methods)}: name each method once")
-        if any(epochs <= 0 for epochs in self.evaluate_at):
+        if any(not 0 < epochs < math.inf for epochs in self.evaluate_at):
             raise ConfigError(f"evaluate_at={_listed(self.evaluate_at)}: give positive numbers")
-        if any(not 2 <= bits <= 16 for bits in self.quantize):
+        bits = set(self.quantize)
+        if len(bits) != len(self.quantize) or not bits <= set(range(2, 17)):
             raise ConfigError(
-                f"quantize={_listed(self.quantize)}: give numbers of bits from 2 to 16"
+                f"quantize={_listed(self.quantize)}: give distinct numbers of bits from 2 to 16"
             )
         for policy in self.batch_norm:
             one_of("batch_norm", policy, ("re-estimated", "copied"))
+        if len(set(self.batch_norm)) != len(self.batch_norm):
+            raise ConfigError(f"batch_norm={','.join(self.batch_norm)}: name each once")
         one_of("optimizer", self.optimizer, get_args(OptimizerName))
         parse_wrappers(self.wrap, self.optimizer)
         one_of("schedule", self.schedule, get_args(LearningRateSchedule))
@@ -193,17 +197,6 @@ class TrainConfig(abc.ABC):
     def schedule_free(self) -> bool:
         """Whether the optimizer keeps an average of its own."""
         return self.optimizer.startswith("schedule-free")
-
-    @property
-    def run_name(self) -> str:
-        """The name of the run in reports, which distinguishes runs of one recipe."""
-        name = name_wrapped(self.wrap, self.optimizer)
-        if self.schedule != type(self).schedule and not self.schedule_free:
-            name += f", {self.schedule} rate"
-        if self.land:
-            shape = "" if self.land_shape == "linear" else f" {self.land_shape}"
-            name += f", landing {self.land:g}{shape}"
-        return name
 
 
 def _metadata(cls: type[TrainConfig], name: str) -> Mapping[str, Any]:

@@ -40,7 +40,7 @@ class RunEvaluator:
         config = self._plan.config
         return {
             "recipe": config.recipe,
-            "run": config.run_name,
+            "run": self._plan.run_name,
             "seed": self._plan.seed,
             **values,
             "batch_norm": "re-estimated" if num_batches else None,

@@ -17,9 +17,17 @@ from torch import Tensor
 from lawa_lab.recipes.config import TrainConfig
 from lawa_lab.recipes.quantization import is_rounded
 from lawa_lab.recipes.registry import RECIPES
+from lawa_lab.wrappers.registry import name_wrapped
 from torch_lawa._version import __version__
 from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
-from torch_lawa.checkpoints.storage.atomic import TEMPORARY, publish, recover_all, remove, replacing
+from torch_lawa.checkpoints.storage.atomic import (
+    TEMPORARY,
+    making,
+    publish,
+    recover_all,
+    remove,
+    replacing,
+)
 from torch_lawa.errors import ConfigError, LawaError, StateError
 from torch_lawa.metrics import Row, read_metrics
 from torch_lawa.system_errors import unwrapped_errors
@@ -49,6 +57,27 @@ class RunPlan:
         """Number of threads on a CPU; a smoke run is too small for more than one."""
         return 1 if self.smoke else self.config.num_threads
 
+    @property
+    def run_name(self) -> str:
+        """The name of the run in reports, which distinguishes runs of one recipe."""
+        config, usual = self.config, type(self.config)()
+        if self.smoke:
+            usual = usual.smoke()
+        name = name_wrapped(config.wrap, config.optimizer)
+        settings = [
+            f"{setting.replace('_', ' ')} {value:g}"
+            for setting in ("batch_size", "weight_decay")
+            if (value := getattr(config, setting)) != getattr(usual, setting)
+        ]
+        # Without a comma: for reports this is a part of the optimizer.
+        name += f" with {' and '.join(settings)}" if settings else ""
+        if config.schedule != usual.schedule and not config.schedule_free:
+            name += f", {config.schedule} rate"
+        if config.land:
+            shape = "" if config.land_shape == "linear" else f" {config.land_shape}"
+            name += f", landing {config.land:g}{shape}"
+        return name
+
     def extends(self, other: "RunPlan") -> bool:
         """Whether this is the other plan with more epochs at a constant rate, without a landing.
 
@@ -70,7 +99,7 @@ class RunPlan:
         """Plain values, as in `config.json`."""
         return {
             "recipe": self.config.recipe,
-            "run": self.config.run_name,
+            "run": self.run_name,
             "seed": self.seed,
             "data": self.data,
             "smoke": self.smoke,
@@ -142,14 +171,8 @@ class RunFolder:
         Raises if it contains a run that this one may not continue or replace.
         """
         self._check(plan)
-        made = [path for path in (self.path, *self.path.parents) if not path.exists()]
-        self.path.mkdir(parents=True, exist_ok=True)
-        try:
+        with making(self.path):
             yield
-        finally:
-            with contextlib.suppress(OSError):  # it is not empty
-                for path in made:
-                    path.rmdir()
 
     def begin(self, plan: RunPlan, *, world_size: int) -> None:
         """Prepare the folder for training: resume its run, or clear it and write the plan."""

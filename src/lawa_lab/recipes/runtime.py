@@ -9,7 +9,7 @@ import torch
 
 from lawa_lab.recipes.task import Worker
 from torch_lawa.cli.signals import StopRequest
-from torch_lawa.errors import ConfigError, LawaError, RankError
+from torch_lawa.errors import ConfigError, RankError
 from torch_lawa.ranks.barrier import explain_missing_ranks
 
 __all__ = [
@@ -60,7 +60,7 @@ def process_group(worker: Worker, *, always: bool = False) -> Iterator[None]:
         yield
         return
     if "MASTER_ADDR" not in os.environ:
-        raise LawaError(
+        raise ConfigError(
             "--parallel fsdp needs a process group: start the command with torchrun "
             "--nproc-per-node N -m torch_lawa train ..., also for one process."
         )

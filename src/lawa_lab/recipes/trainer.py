@@ -335,7 +335,7 @@ class Trainer:
     def _labels(self) -> Row:
         labels: Row = {
             "recipe": self.config.recipe,
-            "run": self.config.run_name,
+            "run": self.plan.run_name,
             "seed": self.plan.seed,
             "schedule": self.config.schedule,
             "land": self.config.land,

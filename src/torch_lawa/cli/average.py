@@ -8,6 +8,7 @@ import click
 
 from torch_lawa.checkpoints.formats.registry import format_titles
 from torch_lawa.cli.options import (
+    ParsedNumber,
     average_options,
     dry_run_option,
     json_option,
@@ -17,7 +18,7 @@ from torch_lawa.cli.options import (
 )
 from torch_lawa.cli.output import echo
 from torch_lawa.garbage import paused_garbage_collection
-from torch_lawa.units import counted, few, format_bytes
+from torch_lawa.units import counted, few, format_bytes, parse_number
 
 if TYPE_CHECKING:
     from torch_lawa.checkpoints.find.scores import Mode
@@ -52,9 +53,9 @@ Several processes, or machines with a shared disk, can write one result:
 @click.option("--last", type=int, metavar="K", help="Average the last K checkpoints of a run.")
 @click.option(
     "--horizon",
-    type=float,
+    type=ParsedNumber("share", parse_number),
     metavar="SHARE",
-    help="Average all checkpoints in the last SHARE of the steps, e.g. 0.25.",
+    help="Average all checkpoints in the last SHARE of the steps, e.g. 0.25 or 1/4.",
 )
 @click.option("--at", type=int, metavar="STEP", help="End the window at this step (or epoch).")
 @selection_options
@@ -131,7 +132,7 @@ def command(
             metric=metric,
             mode=mode,
             metrics=metrics,
-            weights=None if weights is None else parse_numbers(weights, float, "--weights"),
+            weights=None if weights is None else parse_numbers(weights, parse_number, "--weights"),
             overwrite=overwrite,
             options=options,
         )

@@ -1,9 +1,10 @@
 """The `lawa` command: find the verbs, load the one that is called, map errors to exit codes.
 
-Exit codes: 0 success, 1 failure, 2 a bad option, argument or setting (`ConfigError`), 130
-interrupted. Nothing heavy is imported here, so that `lawa --help` is fast. Other packages add verbs
-through the entry-point group `lawa.verbs`; each entry is a table like `_VERBS`. The lab adds train,
-report and demo this way, so that the library does not import the lab.
+Exit codes: 0 success; 1 failure, such as a file that is missing, damaged or in the way; 2 a bad
+option, argument or setting (`ConfigError`); 130 interrupted. Nothing heavy is imported here, so
+that `lawa --help` is fast. Other packages add verbs through the entry-point group `lawa.verbs`;
+each entry is a table like `_VERBS`. The lab adds train, report and demo this way, so that the
+library does not import the lab.
 """
 
 import contextlib

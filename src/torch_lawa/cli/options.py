@@ -8,7 +8,6 @@ import click
 
 from torch_lawa.checkpoints.formats.registry import output_layouts
 from torch_lawa.coefficients import coefficients_help
-from torch_lawa.errors import ConfigError
 from torch_lawa.offline.options import MAX_THREADS
 from torch_lawa.units import parse_bytes
 
@@ -27,14 +26,14 @@ __all__ = [
 class ParsedNumber(click.ParamType):  # type: ignore[type-arg]
     """A number that a function reads from text, such as the bytes of 5GB."""
 
-    def __init__(self, name: str, parse: Callable[[str], int]) -> None:
+    def __init__(self, name: str, parse: Callable[[str], int | float]) -> None:
         self.name, self._parse = name, parse
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+    def convert(self, value: Any, param: Any, ctx: Any) -> int | float:
         """The number; what cannot be read is a usage error."""
         try:
-            return value if isinstance(value, int) else self._parse(value)
-        except ConfigError as error:
+            return self._parse(value) if isinstance(value, str) else value
+        except ValueError as error:
             self.fail(str(error), param, ctx)
 
 
@@ -151,12 +150,10 @@ def selection_options(command: Command) -> Command:
     return command
 
 
-def parse_numbers(text: str, kind: type[_Number], option: str) -> list[_Number]:
-    """The numbers of an option like `--k 2,4,6`."""
+def parse_numbers(text: str, parse: Callable[[str], _Number], option: str) -> list[_Number]:
+    """The numbers of an option like `--k 2,4,6`, each read by `parse`: `int` or `parse_number`."""
     try:
-        return [kind(part) for part in text.split(",")]
+        return [parse(part) for part in text.split(",")]
     except ValueError:
-        what = "whole numbers" if kind is int else "numbers"
-        raise click.BadParameter(
-            f"{text!r} is not a list of {what} such as 1,2,3", param_hint=option
-        ) from None
+        what = "whole numbers such as 1,2,3" if parse is int else "numbers such as 0.1,1/4"
+        raise click.BadParameter(f"{text!r} is not a list of {what}", param_hint=option) from None

@@ -19,6 +19,7 @@ from torch_lawa.cli.options import (
 )
 from torch_lawa.cli.output import echo, escaped
 from torch_lawa.metrics import Row
+from torch_lawa.units import parse_number
 
 if TYPE_CHECKING:
     from torch_lawa.offline.options import AverageOptions
@@ -54,7 +55,7 @@ For a run of `lawa train --save-trajectory`, RUN itself can be the evaluator:
 @click.option(
     "--horizon",
     metavar="SHARE,...",
-    help="Average all checkpoints in the last SHARE of the steps, e.g. 0.1,0.25.",
+    help="Average all checkpoints in the last SHARE of the steps, e.g. 0.1,1/4.",
 )
 @click.option(
     "--at",
@@ -128,7 +129,7 @@ def command(
     plan = plan_sweep(
         inputs,
         lengths,
-        horizons=() if horizon is None else parse_numbers(horizon, float, "--horizon"),
+        horizons=() if horizon is None else parse_numbers(horizon, parse_number, "--horizon"),
         at=None if at is None else parse_numbers(at, int, "--at"),
         start=start,
         stop=stop,

@@ -39,7 +39,7 @@ def weights_at(rule: Coefficients, steps: Sequence[int | None]) -> Weights:
     return rule.weights_at(known)
 
 
-@register_coefficients("blend:B[,RULE]", "B times RULE's mean plus 1 - B times the newest weights")
+@register_coefficients("blend:B[:RULE]", "B times RULE's mean plus 1 - B times the newest weights")
 @dataclass(frozen=True)
 class Blend:
     """The mean and the live weights: `(1 - blend) * live + blend * mean`.
@@ -69,14 +69,14 @@ class Blend:
 
     @classmethod
     def parse(cls, argument: str) -> Self:
-        """`blend:0.6` or `blend:0.6,exponential:0.9`."""
-        number, _, rule = argument.partition(",")
+        """`blend:0.6` or `blend:0.6:exponential:0.9`."""
+        number, _, rule = argument.partition(":")
         return cls(float(number), parse_coefficients(rule) if rule else Uniform())
 
     @property
     def argument(self) -> str:
         """The weight of the mean, and the rule unless it is uniform."""
-        rule = "" if self.rule == Uniform() else f",{name_coefficients(self.rule)}"
+        rule = "" if self.rule == Uniform() else f":{name_coefficients(self.rule)}"
         return f"{self.blend:g}{rule}"
 
     def weights(self, n: int) -> Weights:
@@ -107,6 +107,6 @@ def blended(rule: Coefficients, blend: float | None) -> Coefficients:
 
     >>> from torch_lawa.coefficients import Exponential
     >>> name_coefficients(blended(Exponential(0.5), 0.6))
-    'blend:0.6,exponential:0.5'
+    'blend:0.6:exponential:0.5'
     """
     return rule if blend is None else Blend(blend, rule)

@@ -37,7 +37,6 @@ class FolderWriter:
     def __enter__(self) -> "FolderWriter":
         with ExitStack() as stack:
             with self._explained():
-                self._target.parent.mkdir(parents=True, exist_ok=True)
                 self._aside = stack.enter_context(staging(self._target))
                 require_space(self._target.parent, self._plan.num_bytes)
                 self._sink = FolderSink(self._aside, self._lay_files())

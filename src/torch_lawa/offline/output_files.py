@@ -122,7 +122,6 @@ def _aside(output: Output) -> Iterator[Path]:
     """A temporary folder on the disk of the target, removed in any case."""
     if isinstance(output.location, LocalPath):
         target, mode = output.location.path, 0o777
-        target.parent.mkdir(parents=True, exist_ok=True)
     else:
         target, mode = Path(tempfile.gettempdir(), "lawa-upload"), 0o700
     with staging(target, mode=mode) as folder:

@@ -108,7 +108,8 @@ def test_a_name_parses_back_to_its_rule(rule: Coefficients) -> None:
         ("explicit", "explicit:W"),
         ("annealing:sqrt", "1-sqrt"),
         ("blend", "blend:B"),
-        ("blend:0.5,mean", "'mean'"),
+        ("blend:0.5:mean", "'mean'"),
+        ("blend:0.5,recent:0.1", r"use blend:B\[:RULE\]"),
     ],
 )
 def test_text_that_names_no_rule(text: str, message: str) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lawa_lab.recipes.config import TrainConfig, setting
 from lawa_lab.recipes.registry import register_recipe
+from torch_lawa.errors import ConfigError
 
 if TYPE_CHECKING:
     from lawa_lab.recipes.task import Task, Worker
@@ -58,6 +59,14 @@ class Cifar100Config(TrainConfig):
         "With held-out images, also evaluate on the test images, to compare methods that use "
         "validation images during the run.",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.evaluate_test and not self.held_out:
+            raise ConfigError(
+                "--evaluate-test: without --held-out, the run is evaluated on the test "
+                "images anyway. Pass both, such as --held-out 5000, or neither."
+            )
 
     def make_task(self, data: Path | None, *, seed: int, worker: "Worker", smoke: bool) -> "Task":
         """CIFAR-100 from `data` (default: the folder `data`), or synthetic images."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lawa_lab.recipes.config import TrainConfig, setting
 from lawa_lab.recipes.registry import register_recipe
+from torch_lawa.errors import ConfigError
 
 if TYPE_CHECKING:
     from lawa_lab.recipes.task import Task, Worker
@@ -51,6 +52,14 @@ class DigitsConfig(TrainConfig):
         "With a validation fraction, also evaluate on the test images, to compare methods that use "
         "validation images during the run.",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.evaluate_test and not self.validation_fraction:
+            raise ConfigError(
+                "--evaluate-test: without --validation-fraction, the run is evaluated on the test "
+                "images anyway. Pass both, such as --validation-fraction 0.2, or neither."
+            )
 
     def make_task(self, data: Path | None, *, seed: int, worker: "Worker", smoke: bool) -> "Task":
         """The digits; `data` is not used."""

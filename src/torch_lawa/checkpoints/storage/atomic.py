@@ -30,6 +30,7 @@ from torch_lawa.system_errors import named_errors
 __all__ = [
     "TEMPORARY",
     "final_name",
+    "making",
     "publish",
     "recover",
     "recover_all",
@@ -102,30 +103,45 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
+def making(folder: Path) -> Iterator[None]:
+    """Create the folder and its parents for the block; at the end remove those that are empty."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # it is not empty
+            for path in made:
+                path.rmdir()
+
+
+@contextlib.contextmanager
 def staging(path: Path, *, mode: int = 0o777) -> Iterator[Path]:
     """An empty folder on the disk of `path`, for what will be published there; removed at the end.
 
-    Whatever killed writers of `path` left is recovered or removed first.
+    The parents of `path` are made, and stay if something is published there. Whatever killed
+    writers of `path` left is recovered or removed first.
     """
-    recover(path)
-    folder, lock = _unused_name(path), None
-    try:
-        while (lock := _create_folder(folder, mode)) is None:
-            folder = _unused_name(path)
-        (folder / _NEW).mkdir()
-        yield folder / _NEW
-    finally:
+    with making(path.parent):
+        recover(path)
+        folder, lock = _unused_name(path), None
         try:
-            _retire(folder, path)
-        except OSError as error:  # `recover` tries again
-            warnings.warn(f"{folder}: cannot be removed ({error}).", stacklevel=3)
-        except BaseException:  # Ctrl-C
-            with contextlib.suppress(OSError):
-                _retire(folder, path)
-            raise
+            while (lock := _create_folder(folder, mode)) is None:
+                folder = _unused_name(path)
+            (folder / _NEW).mkdir()
+            yield folder / _NEW
         finally:
-            if lock is not None:
-                os.close(lock)
+            try:
+                _retire(folder, path)
+            except OSError as error:  # `recover` tries again
+                warnings.warn(f"{folder}: cannot be removed ({error}).", stacklevel=3)
+            except BaseException:  # Ctrl-C
+                with contextlib.suppress(OSError):
+                    _retire(folder, path)
+                raise
+            finally:
+                if lock is not None:
+                    os.close(lock)
 
 
 def publish(

@@ -1,5 +1,6 @@
 """Runs at several budgets: landings branch off one run and equal runs of their own."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,12 @@ def test_a_landing_with_a_root() -> None:
         {"optimizer": "schedule-free-sgd"},
         {"schedule": "constant", "land": 1.0},
         {"quantize": (1,)},
+        {"quantize": (8, 8)},
+        {"coefficients": ("explicit:1,2", "explicit:1,2.0")},
+        {"batch_norm": ("copied", "copied")},
+        {"evaluate_test": True},
         {"evaluate_at": (-1.0,)},
+        {"evaluate_at": (math.nan,)},
         {"epochs": 0},
         {"horizon": 1.0},
     ],

@@ -135,7 +135,8 @@ def test_the_average_is_the_mean_of_the_trajectory(whole: Path) -> None:
 def test_rows_say_where_and_how(whole: Path) -> None:
     rows = read_metrics(whole / "metrics.jsonl")
     last = rows[-1]
-    assert (last["run"], last["seed"], last["step"]) == ("lookahead(sgd)", 3, STEPS)
+    name = "lookahead(sgd) with batch size 96"
+    assert (last["run"], last["seed"], last["step"]) == (name, 3, STEPS)
     assert (last["device"], last["num_devices"]) == ("cpu", 1)
     rate = 0.2 * 0.5 * (1 + math.cos(math.pi * (STEPS - 1) / STEPS))
     assert last["learning_rate"] == pytest.approx(rate)
@@ -345,11 +346,14 @@ def test_the_rate_rises_in_a_line_and_falls_as_asked() -> None:
 
 def test_a_plan_names_its_run() -> None:
     def name(**changes: Any) -> str:
-        return RunPlan(config=smoke_plan("wikitext103-roberta", **changes).config).config.run_name
+        return smoke_plan("wikitext103-roberta", **changes).run_name
 
     assert name() == "adamw"
     assert name(schedule="constant") == "adamw, constant rate"
     assert name(wrap=("lookahead",), optimizer="sgd") == "lookahead(sgd)"
+    assert name(batch_size=16, schedule="constant") == "adamw with batch size 16, constant rate"
+    both = RunPlan(config=RECIPES["cifar100-resnet34"](batch_size=64, weight_decay=2e-4))
+    assert both.run_name == "sgd with batch size 64 and weight decay 0.0002"
 
 
 def test_low_precision_rows_are_those_of_the_trajectory(

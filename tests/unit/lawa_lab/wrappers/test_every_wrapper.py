@@ -65,7 +65,7 @@ def test_it_is_built_from_its_text_and_names_the_run(name: str) -> None:
     [wrapper] = parse_wrappers([TYPED[name]], "sgd")
     assert parse_wrappers([str(wrapper)], "sgd") == [wrapper]
     assert name_wrapped([TYPED[name]], "sgd") == f"{wrapper}(sgd)"
-    assert smoke_plan("digits", wrap=(TYPED[name],)).config.run_name == f"{wrapper}(sgd)"
+    assert smoke_plan("digits", wrap=(TYPED[name],)).run_name == f"{wrapper}(sgd)"
     assert type(wrapper).typed.startswith(name)
 
 

@@ -11,6 +11,7 @@ from torch_lawa.errors import ConfigError, FormatError, LayoutError, OutputError
 from torch_lawa.offline.average import average_checkpoints, run_average
 from torch_lawa.offline.options import AverageOptions
 from torch_lawa.offline.plan import plan_average
+from torch_lawa.offline.sweep import sweep_checkpoints
 
 
 def write(folder: Path, step: int, **tensors: torch.Tensor) -> Path:
@@ -231,6 +232,10 @@ def test_a_full_disk_is_known_before_the_work(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
     with pytest.raises(OutputError, match="24 bytes are needed and 10 are free"):
         average_checkpoints(run, tmp_path / "m.safetensors", last=2)
+    with pytest.raises(OutputError, match="24 bytes are needed"):
+        average_checkpoints(run, tmp_path / "made" / "for" / "m", last=2)
+    with pytest.raises(OutputError, match="24 bytes are needed"):
+        sweep_checkpoints(run, [2, 3], output=tmp_path / "many")
     assert not list(tmp_path.glob("m*"))
 
 
