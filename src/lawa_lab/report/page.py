@@ -249,13 +249,15 @@ def _averages_table(report: MetricReport, axis: Axis, *, folded: bool) -> PageTa
     head = ["", f"largest saving, {axis}s", "final value", "best value"]
     head += ["evaluations behind", f"longest stretch, {axis}s", "worst by", "extra time"]
     runs = dict.fromkeys(row.run for row in report.windows)
-    groups: list[tuple[str | None, list[list[str]]]] = [
-        (
-            run if len(runs) > 1 else None,
-            [_average_cells(metric, axis, row) for row in report.windows if row.run == run],
-        )
-        for run in runs
-    ]
+    groups: list[tuple[str | None, list[list[str]]]] = []
+    for run in runs:
+        rows = [row for row in report.windows if row.run == run]
+        names = words.say_rows([row.series for row in rows])
+        lines = [
+            [name, *_average_cells(metric, axis, row)]
+            for name, row in zip(names, rows, strict=True)
+        ]
+        groups.append((run if len(runs) > 1 else None, lines))
     caption = f"Every average against raw weights treated alike: {words.plain(metric.name)}"
     return PageTable(caption, head, groups, folded)
 
@@ -264,7 +266,6 @@ def _average_cells(metric: Metric, axis: Axis, row: WindowRow) -> list[str]:
     longest = max(row.behind, key=lambda stretch: stretch.num_evaluations, default=None)
     cost = row.charged_seconds.mean if row.charged_seconds else None
     return [
-        words.say_short(row.series),
         _saved(axis, row.headline),
         words.say_mean(metric, row.final),
         words.say_mean(metric, row.best),

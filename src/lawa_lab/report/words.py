@@ -202,6 +202,19 @@ def say_short(series: Series) -> str:
     return f"{text} (BN copied)" if series.batch_norm == "copied" else text
 
 
+def say_rows(rows: Sequence[Series]) -> list[str]:
+    """The short name of each row, with BatchNorm where two rows would have the same name.
+
+    >>> say_rows([Series("swa", batch_norm="re-estimated"), Series("swa"), Series("ema")])
+    ['swa (BN re-estimated)', 'swa (BN running)', 'ema']
+    """
+    names = [say_short(series) for series in rows]
+    return [
+        f"{name} (BN {series.batch_norm or 'running'})" if names.count(name) > 1 else name
+        for name, series in zip(names, rows, strict=True)
+    ]
+
+
 # ---------------------------------------------------------------- what was found
 
 

@@ -17,8 +17,8 @@ from lawa_lab.report.window_words import seen_in_windows
 from lawa_lab.report.words import (
     losses,
     plain,
+    say_rows,
     say_series,
-    say_short,
     seen_at_targets,
 )
 
@@ -367,7 +367,7 @@ def _behind(scene: Scene, run: Run) -> list[Panel]:
                     line if first[line.label] is line else replace(line, label="") for line in lines
                 ),
                 x_limits=(0.0, 1.02 * scene.end(run)),
-                y_labels=tuple(say_short(row.series) for row in rows),
+                y_labels=tuple(say_rows([row.series for row in rows])),
             )
         )
     return panels

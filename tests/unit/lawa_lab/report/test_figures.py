@@ -168,6 +168,21 @@ def test_bars_mark_the_stretches_in_which_the_average_was_behind(
     assert ends == [(stretch.begin, stretch.end) for stretch in rows[place].behind]
 
 
+def test_two_rows_of_the_figure_never_have_one_name() -> None:
+    """A chosen window had the BatchNorm of what was chosen: re-estimated, or running for raw."""
+    rows = cifar_rows(epochs=12, seeds=(0,))
+    chosen = [
+        {**row, "weights": "chosen", "k": None, "coefficients": None,
+         "batch_norm": None if row["epoch"] > 10 else "re-estimated"}
+        for row in rows
+        if row["weights"] == "averaged" and row["batch_norm"] == "re-estimated" and row["k"] == 10
+    ]  # fmt: skip
+    (drawing,) = (d for d in drawings([run_of([*rows, *chosen])]) if d.kind.name == "behind")
+    for panel in drawing.panels:
+        assert panel.y_labels[-2:] == ("chosen (BN re-estimated)", "chosen (BN running)")
+        assert len(set(panel.y_labels)) == len(panel.y_labels)
+
+
 def test_bars_of_one_moment_are_not_drawn_and_few_rows_are_low(drawn: dict[str, Drawing]) -> None:
     for num_epochs, is_drawn in ((1, False), (2, True)):
         rows = [
