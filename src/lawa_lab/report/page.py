@@ -202,7 +202,8 @@ def _main_table(report: MetricReport, rows: Sequence[MainRow], folded: bool = Fa
     savings = [saving for row in rows for saving in row.savings]
     timed, hours = any(s.seconds for s in savings), any(s.gpu_hours for s in savings)
     head = ["", "target", f"{axis}s saved", "in %", f"baseline, {axis}", f"average, {axis}"]
-    head += ["time saved"] * timed + ["GPU-hours saved"] * hours + ["seeds"]
+    several = any(saving.num_seeds > 1 for saving in savings)
+    head += ["time saved"] * timed + ["GPU-hours saved"] * hours + ["seeds"] * several
     groups: list[tuple[str | None, list[list[str]]]] = []
     for row in rows:
         lines = []
@@ -218,7 +219,7 @@ def _main_table(report: MetricReport, rows: Sequence[MainRow], folded: bool = Fa
             seconds = saving.seconds.saved.mean if saving.seconds else None
             cells += [words.say_duration(seconds)] * timed
             cells += [words.say_hours(saving.gpu_hours)] * hours
-            lines.append([*cells, f"{saving.num_both} of {saving.num_seeds}"])
+            lines.append(cells + [f"{saving.num_both} of {saving.num_seeds}"] * several)
         if row.headline is None:
             lines.insert(0, [_WHAT["headline"], "none", *["-"] * (len(head) - 2)])
         if row.unmatched is not None:
@@ -226,8 +227,8 @@ def _main_table(report: MetricReport, rows: Sequence[MainRow], folded: bool = Fa
             cells = ["beyond its best", "-", f"at least {words.say_number(found.at_least.mean)}"]
             cells += ["-", f"> {words.say_number(found.baseline_end.mean)}"]
             cells += [words.say_number(found.averaged_from.mean)]
-            cells += ["-"] * (len(head) - len(cells) - 1)
-            lines.append([*cells, f"{found.num_seeds} of {row.final.num_seeds}"])
+            cells += ["-"] * (timed + hours)
+            lines.append(cells + [f"{found.num_seeds} of {row.final.num_seeds}"] * several)
         groups.append((row.label, lines))
     across = rows[0].averaged_run != rows[0].baseline_run
     what = "The average of one run against another" if across else "What averaging saved"

@@ -95,7 +95,11 @@ def test_what_was_never_matched_is_marked_as_a_lower_bound() -> None:
     assert arrow is not None
     # Better than 6, the best of the raw weights, from epoch 3 on; these end at epoch 5.
     assert (arrow.begin, arrow.end, arrow.value) == (5, 3, 6)
-    assert "at least 2 epochs" in arrow.text
+    assert arrow.text == "at least 2 epochs earlier\n(never matched)"
+    runs = [Run("toy", "sgd", (*rows, *({**row, "seed": 1} for row in rows)))]
+    arrow = drawings(runs)[0].panels[0].arrow
+    assert arrow is not None
+    assert arrow.text == "at least 2 epochs earlier\n(never matched, 2 of 2 seeds)"
 
 
 def test_a_line_is_the_mean_and_its_band_the_range_over_seeds(
