@@ -30,6 +30,13 @@ __all__ = ["render_page", "save_page"]
 
 _WHAT = {"headline": "largest", "final": "baseline's final", "best": "baseline's best"}
 _DASHES = {"-": None, "--": "7 3", "-.": "7 3 2 3", ":": "2 2"}
+_MARKERS = {
+    "o": "M14 6a4 4 0 1 0 8 0a4 4 0 1 0-8 0",
+    "s": "M14 2h8v8h-8z",
+    "D": "M18 1l5 5l-5 5l-5-5z",
+    "^": "M18 2l4 8h-8z",
+    "v": "M18 10l4-8h-8z",
+}
 _FEW = 6  # rows of a table that is shown open
 
 
@@ -165,10 +172,8 @@ def _swatch(panels: Sequence[Panel], label: str, style: Style | None) -> dict[st
     points = {p.label: p.marker for panel in panels for p in panel.points}
     points |= {line.name: line.marker for panel in panels for line in panel.lines if line.marker}
     if style is None or label in points:
-        outlines = {"o": "M14 6a4 4 0 1 0 8 0a4 4 0 1 0-8 0", "s": "M14 2h8v8h-8z"}
-        outline = outlines.get(points[label], "M18 1l5 5l-5 5l-5-5z")
         colour = INK if style is None else style.colour
-        return {"path": outline, "colour": colour, "width": "2", "dashes": None}
+        return {"path": _MARKERS[points[label]], "colour": colour, "width": "2", "dashes": None}
     dashes = (
         _DASHES[style.dashes]
         if isinstance(style.dashes, str)

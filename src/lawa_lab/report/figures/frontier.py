@@ -42,7 +42,8 @@ def _say(scene: Scene, run: Run) -> str:
     "frontier",
     "Annealed runs and anytime averages",
     "Points are annealed runs, each trained for its own length; the thin line is their envelope. "
-    "Curves are one constant-rate run. Bars and bands run from the worst to the best seed.",
+    "Hollow points are the averages of annealed runs at their end, where they are better. Curves "
+    "are one constant-rate run. Bars and bands run from the worst to the best seed.",
     sentence=_say,
     all_runs=True,
     first=True,
@@ -108,7 +109,7 @@ def _points(metric: Metric, frontier: Frontier) -> list[Line]:
         if better:
             lines.append(
                 Line(
-                    label="average of an annealed run, where it is better",
+                    label=f"{label}, its average if better",
                     style=Style(colour=colour, layer=4.9),
                     at=tuple(p.budget for p in better),
                     mean=tuple(p.average.mean if p.average else None for p in better),

@@ -17,11 +17,11 @@ from lawa_lab.report.curves import Metric
 from lawa_lab.report.figures import drawings
 from lawa_lab.report.figures.axes import Line, matplotlib
 from lawa_lab.report.figures.files import draw
-from lawa_lab.report.figures.frontier import _RIGHT, _arrow, _free_spot
+from lawa_lab.report.figures.frontier import _ANNEALED, _RIGHT, _arrow, _free_spot
 from lawa_lab.report.figures.scene import Scene
 from lawa_lab.report.figures.style import Style
 from lawa_lab.report.frontier import Frontier
-from lawa_lab.report.page import render_page
+from lawa_lab.report.page import _MARKERS, render_page
 from lawa_lab.report.runs import Run, load_runs
 from lawa_lab.report.summary import Report, summarise
 from torch_lawa.metrics import Row
@@ -455,6 +455,26 @@ def test_the_figure_has_points_curves_direct_labels_and_a_log_axis(tmp_path: Pat
     texts = {text.get_text() for text in axes.texts}
     assert {"cosine", "average, k = 4"} <= texts
     assert "raw weights" not in texts  # far off: it leaves the panel
+
+
+def test_the_average_of_each_schedule_has_its_own_marker_in_the_legend(tmp_path: Path) -> None:
+    rows = frontier_rows()
+    for row in [row for row in rows if row["land"] and row["weights"] == "raw"]:
+        rows.append({**row, "weights": "averaged", "k": 4, "coefficients": "uniform"})
+    for row in rows:
+        if row["schedule"] == "cosine" or row["land"]:
+            row["test_loss"] -= 0.02 * (row["weights"] == "averaged")
+    runs = runs_of(tmp_path, rows)
+    drawing = drawings(Scene(summarise(runs).recipes[0], runs))[0]
+    looks = {x.end_label or x.label: (x.style.colour, x.marker) for x in drawing.panels[1].lines}
+    names = [f"{schedule}, its average if better" for schedule in ("cosine", "25% linear decay")]
+    for name in names:
+        assert looks[name] == looks[name.removesuffix(", its average if better")]
+    assert looks[names[0]] != looks[names[1]]
+    (box,) = draw(drawing).legends
+    shown = dict(zip([t.get_text() for t in box.get_texts()], box.legend_handles, strict=True))
+    assert [shown[name].get_markeredgecolor() for name in names] == [looks[n][0] for n in names]
+    assert {marker for _, marker in _ANNEALED} <= set(_MARKERS)  # of the page's legend
 
 
 def test_many_methods_are_named_in_the_legend(tmp_path: Path) -> None:
