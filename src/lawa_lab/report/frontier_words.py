@@ -8,9 +8,11 @@ from lawa_lab.report.frontier import EqualQuality, Frontier, Lead
 from lawa_lab.report.savings import Amount
 from lawa_lab.report.words import (
     plain,
+    say_axis,
     say_count,
     say_difference,
     say_number,
+    say_over_seeds,
     say_range,
     say_saved,
     say_seeds,
@@ -63,14 +65,15 @@ def _at_quality(metric: Metric, row: EqualQuality, axis: Axis) -> str:
     amount = row.saving.on(axis)
     if amount is None:
         return f"does not reach {target} {within} ({seeds})."
-    after = say_count(amount.averaged_at.mean, axis)
+    place = amount.averaged_at
+    after = f"{say_over_seeds(place)} {say_axis(axis, place.mean)}"
     if row.saving.num_both < row.saving.num_seeds:
         others = f"other{'s'[: row.saving.num_seeds - row.saving.num_both != 1]}"
         return (
             f"reaches {target} after {after} in {row.saving.num_both} of {seeds}, and does not "
             f"reach it {within} in the {others}."
         )
-    spread = f" ({say_range(amount.averaged_at)} by seed)" if amount.saved.sd else ""
+    spread = f" ({say_range(place)} by seed)" if place.sd else ""
     return f"reaches {target} after {after}{spread}: {less_training(amount)}{_cheaper(row, axis)}."
 
 
@@ -129,7 +132,7 @@ def reached(row: EqualQuality, axis: Axis) -> str:
     if None in places or amount is None:
         return ", ".join("not reached" if p is None else say_saved(p) for p in places)
     seeds = f" ({', '.join(map(say_number, places))})" if len(set(places)) > 1 else ""
-    return f"{say_number(amount.averaged_at.mean)}{seeds}"
+    return f"{say_over_seeds(amount.averaged_at)}{seeds}"
 
 
 def forecast(metric: Metric, found: Forecast) -> str:

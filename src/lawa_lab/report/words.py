@@ -82,6 +82,18 @@ def say_number(number: float | None) -> str:
     return f"{round(number):,}" if whole else f"{number:,.1f}"  # round: there is no "-0"
 
 
+def say_over_seeds(number: Mean) -> str:
+    """A mean count: whole from 10 on if seeds differ, as its decimal is far below their spread.
+
+    >>> from lawa_lab.report.savings import mean_of
+    >>> counts = [mean_of(seeds) for seeds in ((95, 80, 85), (3, 3, 4))]
+    >>> [say_over_seeds(count) for count in counts]
+    ['87', '3.3']
+    """
+    whole = number.sd and abs(number.mean) >= 10
+    return say_number(round(number.mean) if whole else number.mean)
+
+
 def say_saved(number: float | None) -> str:
     """What one seed saved; "never" if one of the two series did not reach the target."""
     return "never" if number is None else say_number(number)

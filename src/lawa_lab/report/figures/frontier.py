@@ -13,7 +13,7 @@ from lawa_lab.report.figures.scene import Scene
 from lawa_lab.report.figures.style import RAW, Dashes, Style, vary
 from lawa_lab.report.frontier import AnnealedRun, AnytimeCurve, Frontier
 from lawa_lab.report.runs import Run
-from lawa_lab.report.words import plain, say_axis, say_number
+from lawa_lab.report.words import plain, say_axis, say_number, say_over_seeds
 
 __all__ = ["frontier_panels"]
 
@@ -246,7 +246,7 @@ def _arrow(frontier: Frontier) -> Arrow | None:
         return None
     if found.saving.num_both < found.saving.num_seeds or not round(amount.percent or 0.0):
         return None
-    begin, end = say_number(found.budget), say_number(amount.averaged_at.mean)
+    begin, end = say_number(found.budget), say_over_seeds(amount.averaged_at)
     return Arrow(
         begin=found.budget,
         end=amount.averaged_at.mean,

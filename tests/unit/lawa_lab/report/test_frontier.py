@@ -554,6 +554,25 @@ def test_the_text_of_the_arrow_stays_inside_the_axes(tmp_path: Path) -> None:
         assert text.get_window_extent().x0 >= axes.get_window_extent().x0
 
 
+def test_a_mean_over_seeds_that_differ_is_whole_in_text_table_and_figure(tmp_path: Path) -> None:
+    rows = [row for row in frontier_rows(seeds=(0, 1, 2)) if not row["land"]]
+    for row in rows:  # the averages of the seeds have 1.05 at epochs 20, 24 and 30
+        if row["weights"] == "averaged" and row["schedule"] == "constant":
+            row["test_loss"] = 1 + (1.0, 1.2, 1.5)[row["seed"]] / row["epoch"]
+        elif row["epoch"] == 32:
+            row["test_loss"] = 1.05
+    runs = runs_of(tmp_path, rows)
+    report = summarise(runs)
+    frontier = frontier_in(report)
+    said = frontier_words.headline("toy", Metric("test_loss", "lower"), frontier)
+    assert "after 25 epochs (20 to 30 by seed): 23% less" in said
+    assert frontier.headline is not None
+    assert frontier_words.reached(frontier.headline, "epoch") == "25 (20, 24, 30)"
+    arrow = drawings(Scene(report.recipes[0], runs))[0].panels[1].arrow
+    assert arrow is not None
+    assert "(25 for 32 epochs)" in arrow.text
+
+
 def test_budgets_that_are_close_have_a_linear_axis(tmp_path: Path) -> None:
     runs = runs_of(tmp_path, frontier_rows(budgets=(16, 32)))
     panels = drawings(Scene(summarise(runs).recipes[0], runs))[0].panels
