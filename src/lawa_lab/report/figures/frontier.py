@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from lawa_lab.report import frontier_words
@@ -26,6 +27,7 @@ _DASHES: tuple[Dashes, ...] = ("--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1)))
 _QUIET, _FAINT = "#7d8791", "#aab3bb"
 _WIDE = 4.0  # budgets that span more than this factor have a logarithmic axis
 _FEW = 1  # with more other methods, their names are in the legend, not beside their curves
+_LONG = 16  # letters, as "20% linear decay"; longer names are in the legend too
 # Of the arrow's text, as fractions of the axes: width and height, and where its right edge may be.
 _TEXT, _RIGHT = (0.62, 0.2), (0.97, 0.8, 0.64)
 _MARKER = 0.02  # half of a marker's width
@@ -79,7 +81,7 @@ def _panel(
         bar=True,
     )
     limits, y_log = _limits(metric, [*points, *curves], first)
-    lines = (envelope, *curves, *points)
+    lines = tuple(_named(line) for line in (envelope, *curves, *points))
     x_limits = (begin, end * (1.06 if log else 1.03))
     return Panel(
         title=f"{plain(metric.name)}{_seeds(frontier)}",
@@ -94,6 +96,16 @@ def _panel(
         arrow=_arrow(frontier),
         text_at=_free_spot(lines, (x_limits, log), (limits or (0.0, 1.0), y_log)),
     )
+
+
+def _named(line: Line) -> Line:
+    """With its name in the legend if that is long: beside its end it would squeeze the axes.
+
+    Raw weights, which may leave the panel, are named only where they end inside it.
+    """
+    if len(line.end_label) <= _LONG or line.style.colour == _FAINT:
+        return line
+    return replace(line, label=line.end_label, end_label="", bar=not line.marker)
 
 
 def _points(metric: Metric, frontier: Frontier) -> list[Line]:
@@ -135,15 +147,18 @@ def _marked(label: str, style: Style, marker: str, own: Sequence[AnnealedRun]) -
 
 
 def _others(metric: Metric, frontier: Frontier, kinds: Mapping[str, str]) -> list[AnytimeCurve]:
-    """The best curve of each method but that of the main average."""
-    main = {(kinds[curve.run], curve.series.weights) for curve in frontier.curves if curve.main}
+    """The best curve of each other method, and of the first method of each other optimizer."""
+    main = {kinds[curve.run]: curve.series.weights for curve in frontier.curves if curve.main}
+    first: dict[str, str] = {}
     others: dict[tuple[str, str], AnytimeCurve] = {}
     for curve in frontier.curves:
-        key, method = (curve.run, curve.series.weights), (kinds[curve.run], curve.series.weights)
-        if curve.best_peak and curve.series.averaged and method not in main:
-            best = others.get(key)
+        kind, method = kinds[curve.run], curve.series.weights
+        if not (curve.best_peak and curve.series.averaged) or main.get(kind) == method:
+            continue
+        if kind in main or first.setdefault(kind, method) == method:
+            best = others.get((kind, method))
             if best is None or metric.beats(curve.mean[-1], best.mean[-1]):
-                others[key] = curve
+                others[kind, method] = curve
     return list(others.values())
 
 

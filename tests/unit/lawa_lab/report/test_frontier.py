@@ -495,6 +495,23 @@ def test_many_methods_are_named_in_the_legend(tmp_path: Path) -> None:
     assert "ema" not in ends
 
 
+def test_a_method_has_one_curve_although_its_averages_are_best_at_different_rates(
+    tmp_path: Path,
+) -> None:
+    rows = frontier_rows(budgets=(4, 8, 32), peaks=(0.1, 0.2))
+    for row in [row for row in rows if row["weights"] == "averaged" and not row["land"]]:
+        if row["schedule"] == "constant":
+            rate = row["peak_learning_rate"]
+            for decay, best, worst in ((0.9, 0.1, 0.2), (0.99, 0.2, 0.3)):
+                loss = 1 + (best if (rate == 0.1) is (decay == 0.9) else worst)
+                ema = {"weights": "ema", "k": None, "coefficients": str(decay), "test_loss": loss}
+                rows.append({**row, **ema})
+    runs = runs_of(tmp_path, rows)
+    panel = drawings(Scene(summarise(runs).recipes[0], runs))[0].panels[1]
+    names = [line.label or line.end_label for line in panel.lines]
+    assert [name for name in names if name.startswith("ema")] == ["ema, 0.9"]
+
+
 def test_a_method_looks_the_same_in_all_panels_although_its_best_rate_differs(
     tmp_path: Path,
 ) -> None:
@@ -514,15 +531,30 @@ def test_a_method_looks_the_same_in_all_panels_although_its_best_rate_differs(
     assert styles[0]["ema"] != styles[0]["swa"]
 
 
-def test_the_window_of_another_optimizer_has_a_curve(tmp_path: Path) -> None:
-    rows = frontier_rows(budgets=(4, 8, 32))
-    for row in [row for row in rows if row["schedule"] == "constant" and not row["land"]]:
-        rows.append({**row, "run": "lookahead(sgd), constant rate"})
+def test_the_window_of_another_optimizer_has_a_curve_and_its_other_methods_have_none(
+    tmp_path: Path,
+) -> None:
+    """Names as long as these, beside the ends of curves, would leave no room for the axes."""
+    rows = [row for row in frontier_rows(budgets=(4, 8, 32)) if not row["land"]]
+    for row in [row for row in rows if row["schedule"] == "constant"]:
+        own = [row, {**row, "run": "lookahead(sgd), constant rate"}]
+        rows.append(own[1])
+        if row["weights"] == "averaged":
+            rows += [{**each, "weights": "ema", "k": None, "coefficients": ""} for each in own]
+    for row in [row for row in rows if row["schedule"] == "cosine"]:
+        rows.append({**row, "run": "lookahead(sgd)"})
     runs = runs_of(tmp_path, rows)
-    panels = drawings(Scene(summarise(runs).recipes[0], runs))[0].panels
-    for panel in panels:
-        ends = {line.end_label for line in panel.lines}
-        assert {"sgd, average, k = 4", "lookahead(sgd), average, k = 4"} <= ends
+    drawing = drawings(Scene(summarise(runs).recipes[0], runs))[0]
+    for panel in drawing.panels:
+        names = {line.label or line.end_label for line in panel.lines}
+        windows = {"sgd, average, k = 4", "lookahead(sgd), average, k = 4", "sgd, ema"}
+        assert windows | {"sgd, cosine", "lookahead(sgd), cosine"} <= names
+        assert "lookahead(sgd), ema" not in names
+    figure = draw(drawing)
+    matplotlib("backends.backend_agg").FigureCanvasAgg(figure).draw()
+    assert all(axes.get_position().width > 0.3 for axes in figure.axes)
+    (box,) = figure.legends
+    assert "lookahead(sgd), cosine" in {text.get_text() for text in box.get_texts()}
 
 
 def test_the_text_of_the_arrow_covers_no_line() -> None:
