@@ -404,6 +404,8 @@ def _at(saving: Saving, axis: Axis) -> str:
 
 # ---------------------------------------------------------------- what limits the numbers
 
+_MOST_NAMED = 4  # runs; of more, a note gives their number
+
 
 def limits_of(
     baseline: RunSeries, averaged: RunSeries, metric: Metric, axis: Axis
@@ -451,7 +453,11 @@ def notes_on(runs: Sequence[Run], axis: Axis) -> tuple[str, ...]:
             found.setdefault(note, []).append(run.name)
 
     def whose(names: list[str]) -> str:
-        return "all runs" if len(names) == len(runs) > 1 else "; ".join(names)
+        if len(names) == len(runs) > 1:
+            return "all runs"
+        if len(names) > _MOST_NAMED:
+            return f"{len(names)} of {len(runs)} runs, such as {names[0]}"
+        return "; ".join(names)
 
     return tuple(f"{whose(names)}: {note}" for note, names in found.items())
 

@@ -67,6 +67,11 @@ def test_runs_that_differ_in_length_alone_are_told_apart(tmp_path: Path) -> None
     assert [run.annealed for run in runs] == [False, True, True, True, True]
 
 
+def test_a_run_of_one_epoch_is_not_of_one_epochs(tmp_path: Path) -> None:
+    names = {run.name for run in runs_of(tmp_path, frontier_rows(budgets=(1, 2)))}
+    assert {"sgd, 1 epoch", "sgd, 2 epochs"} < names
+
+
 def test_a_rate_is_named_only_beside_another_of_the_same_length(tmp_path: Path) -> None:
     rows = frontier_rows(budgets=(8,), peaks=(0.1,)) + frontier_rows(budgets=(16,), peaks=(0.2,))
     names = {run.name for run in runs_of(tmp_path, rows)}
