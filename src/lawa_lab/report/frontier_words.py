@@ -1,6 +1,6 @@
 """What a report says about the frontier, in sentences."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lawa_lab.report.curves import Axis, Metric
 from lawa_lab.report.forecast import Forecast
@@ -164,6 +164,7 @@ def notes(metric: Metric, frontier: Frontier) -> list[str]:
             "Some runs have the same schedule, length and peak rate, such as a run given twice or "
             "in two lengths. Only the best of them is shown."
         )
+    said += _notes_on_equal_quality(frontier)
     if frontier.unfinished:
         said.append(f"Left out, because not finished: {'; '.join(frontier.unfinished)}.")
     early = [
@@ -177,3 +178,20 @@ def notes(metric: Metric, frontier: Frontier) -> list[str]:
             f"Some annealed runs reached their final value before the end ({'; '.join(early)})."
         )
     return said
+
+
+def _notes_on_equal_quality(frontier: Frontier) -> Iterator[str]:
+    """Why a final value there may differ from that at equal budget, or have been reached before."""
+    compared = [row for row in frontier.equal_quality if row.main]
+    num_seeds = {point.run: point.raw.num_seeds for point in frontier.annealed}
+    if any(row.saving.num_seeds < num_seeds[row.run] for row in compared):
+        yield (
+            "Budget at equal quality is about the seeds that the annealed run and the average "
+            "share, so its final values may differ from those at equal budget."
+        )
+    begin = next((curve.at[0] for curve in frontier.curves if curve.main), 0.0)
+    if any(seed.averaged_at == begin for row in compared for seed in row.saving.by_seed):
+        yield (
+            f"The first evaluation of the average is at {say_count(begin, frontier.axis)}. If it "
+            "reaches a value there, it may have done so earlier."
+        )

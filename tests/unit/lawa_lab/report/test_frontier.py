@@ -610,6 +610,23 @@ def test_a_mean_over_seeds_that_differ_is_whole_in_text_table_and_figure(tmp_pat
     assert "(25 for 32 epochs)" in arrow.text
 
 
+def test_what_limits_the_budget_at_equal_quality_is_noted(tmp_path: Path) -> None:
+    loss, rows = Metric("test_loss", "lower"), frontier_rows()
+
+    def notes(name: str, rows: list[Row]) -> list[str]:
+        return frontier_words.notes(loss, frontier_in(report_on(tmp_path / name, rows)))
+
+    assert notes("all", rows) == []
+    constant = "sgd, constant rate"
+    alone = [row for row in rows if row["run"] != constant or row["seed"] == 0]
+    (note,) = notes("alone", alone)
+    assert "seeds that the annealed run and the average share" in note
+    # The average has the final value of cosine runs of 16 epochs at epoch 10.
+    late = [row for row in rows if row["run"] != constant or row["epoch"] >= 12]
+    (note,) = notes("late", late)
+    assert note.startswith("The first evaluation of the average is at 12 epochs.")
+
+
 def test_budgets_that_are_close_have_a_linear_axis(tmp_path: Path) -> None:
     runs = runs_of(tmp_path, frontier_rows(budgets=(16, 32)))
     panels = drawings(Scene(summarise(runs).recipes[0], runs))[0].panels
