@@ -4,6 +4,7 @@ Each sentence states what some rows of the metrics show. Terminal, page and demo
 """
 
 import itertools
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -185,6 +186,15 @@ def plain(name: str) -> str:
     return f"{text} (top-{top.removeprefix('top')})" if top else text
 
 
+def say_rule(text: str) -> str:
+    """Coefficients in words; settings without a name are written as on the command line.
+
+    >>> say_rule("exponential:0.9"), say_rule("0.25:16:1")
+    ('exponential 0.9', '0.25:16:1')
+    """
+    return re.sub(r"(?<=[a-z]):", " ", text)
+
+
 def say_series(series: Series) -> str:
     """A series for a legend; the usual treatment of BatchNorm is not mentioned.
 
@@ -192,13 +202,15 @@ def say_series(series: Series) -> str:
     'average, k = 10, exponential 0.9, BatchNorm copied'
     >>> say_series(Series("ema", coefficients="decay:0.99"))
     'ema, decay 0.99'
+    >>> say_series(Series("dense", coefficients="0.25:8"))
+    'dense, 0.25:8'
     """
     names = {"raw": "raw weights", "averaged": "average"}
     parts = [names.get(series.weights, series.weights)]
     if series.k is not None:
         parts.append(f"k = {series.k}")
     if series.coefficients not in (None, "uniform"):
-        parts.append(str(series.coefficients).replace(":", " "))
+        parts.append(say_rule(str(series.coefficients)))
     if series.batch_norm is not None and not (series.averaged and series.batch_norm != "copied"):
         parts.append(f"BatchNorm {series.batch_norm}")
     return ", ".join(parts)
@@ -210,7 +222,7 @@ def say_short(series: Series) -> str:
     >>> say_short(Series("averaged", 10, "exponential:0.9", "copied"))
     'k = 10, exponential 0.9 (BN copied)'
     """
-    text = replace(series, batch_norm=None).label.replace(":", " ")
+    text = say_rule(replace(series, batch_norm=None).label)
     return f"{text} (BN copied)" if series.batch_norm == "copied" else text
 
 

@@ -18,6 +18,7 @@ from lawa_lab.report.words import (
     losses,
     plain,
     say_rows,
+    say_rule,
     say_series,
     seen_at_targets,
 )
@@ -63,10 +64,6 @@ def _besides_rule(series: Series) -> tuple[object, ...]:
 
 def _besides_norm(series: Series) -> tuple[object, ...]:
     return series.weights, series.k, series.coefficients
-
-
-def _rule(series: Series) -> str:
-    return str(series.coefficients).replace(":", " ")
 
 
 def _say_varied(fixed: Fixed, name: Callable[[Series], str]) -> Say:
@@ -145,7 +142,7 @@ def _methods(scene: Scene, run: Run) -> list[Panel]:
     "coefficients",
     "Coefficients",
     "Averages of the same k with different coefficients.",
-    sentence=_say_varied(_besides_rule, _rule),
+    sentence=_say_varied(_besides_rule, lambda s: say_rule(str(s.coefficients))),
 )
 def _coefficients(scene: Scene, run: Run) -> list[Panel]:
     default = scene.defaults.get(run.name)
