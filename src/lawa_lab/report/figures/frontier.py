@@ -147,15 +147,18 @@ def _marked(label: str, style: Style, marker: str, own: Sequence[AnnealedRun]) -
 
 
 def _others(metric: Metric, frontier: Frontier, kinds: Mapping[str, str]) -> list[AnytimeCurve]:
-    """The best curve of each other method, and of the first method of each other optimizer."""
+    """The best curve of each other method, and of the first method of each other optimizer.
+
+    An average that was evaluated once has no curve.
+    """
     main = {kinds[curve.run]: curve.series.weights for curve in frontier.curves if curve.main}
     first: dict[str, str] = {}
     others: dict[tuple[str, str], AnytimeCurve] = {}
     for curve in frontier.curves:
         kind, method = kinds[curve.run], curve.series.weights
-        if not (curve.best_peak and curve.series.averaged) or main.get(kind) == method:
+        if not (curve.best_peak and curve.series.averaged and curve.at[1:]):
             continue
-        if kind in main or first.setdefault(kind, method) == method:
+        if main[kind] != method if kind in main else first.setdefault(kind, method) == method:
             best = others.get((kind, method))
             if best is None or metric.beats(curve.mean[-1], best.mean[-1]):
                 others[kind, method] = curve

@@ -517,6 +517,21 @@ def test_a_method_has_one_curve_although_its_averages_are_best_at_different_rate
     assert [name for name in names if name.startswith("ema")] == ["ema, 0.9"]
 
 
+def test_an_average_that_was_evaluated_once_has_no_curve(tmp_path: Path) -> None:
+    """Nothing of it would be seen but its name, in place of another average of its method."""
+    rows = frontier_rows(budgets=(4, 8, 32))
+    for row in [row for row in rows if row["weights"] == "averaged" and not row["land"]]:
+        if row["schedule"] == "constant":
+            for decay, own in ((0.9, 0.0), (0.99, -0.01)):  # the second is better at the end
+                if decay == 0.9 or row["epoch"] == 32:
+                    ema = {"weights": "ema", "k": None, "coefficients": str(decay)}
+                    rows.append({**row, **ema, "test_loss": row["test_loss"] + own})
+    runs = runs_of(tmp_path, rows)
+    panel = drawings(Scene(summarise(runs).recipes[0], runs))[0].panels[1]
+    names = [line.label or line.end_label for line in panel.lines]
+    assert [name for name in names if name.startswith("ema")] == ["ema, 0.9"]
+
+
 def test_a_method_looks_the_same_in_all_panels_although_its_best_rate_differs(
     tmp_path: Path,
 ) -> None:
