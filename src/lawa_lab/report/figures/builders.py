@@ -237,7 +237,7 @@ def _target(scene: Scene, run: Run) -> list[Panel]:
                 x_label=f"target: {plain(metric.name)}, harder to the right",
                 lines=tuple(lines),
                 x_percent=metric.name.endswith("accuracy"),
-                x_limits=_target_limits(scene, run, rows[0], metric),
+                x_limits=_target_limits(scene, run, rows, metric),
                 zero=True,
                 points=_points(scene, rows[0]),
             )
@@ -245,22 +245,30 @@ def _target(scene: Scene, run: Run) -> list[Panel]:
     return panels
 
 
-def _target_limits(scene: Scene, run: Run, row: MainRow, metric: Metric) -> tuple[float, float]:
+def _target_limits(
+    scene: Scene, run: Run, rows: list[MainRow], metric: Metric
+) -> tuple[float, float]:
     """From a little easier than where the average began, or the raw weights were early on.
 
     Of several seeds the middle one counts: the best may begin beyond what the others ever reach.
+    The axis ends with the hardest value that has a saving: there may be nothing to draw for most
+    values of an average that the raw weights never reached.
     """
+    row = rows[0]
+    saved = [
+        [t for t, saved in zip(r.curve.target, r.curve.saved, strict=True) if saved is not None]
+        for r in rows
+    ]
+    reached = saved[0]
+    hardest = metric.best(itertools.chain(*saved)) or row.curve.target[-1]
     ours, theirs = (
         run.curves(series, metric, scene.axis).values() for series in (row.averaged, row.baseline)
     )
     soon = 0.05 * scene.end(run)
     begins = [[curve.values[0] for curve in ours], [curve.value_at(soon) for curve in theirs]]
-    hardest = row.curve.target[-1]
     known = [[value for value in values if value is not None] for values in begins]
     middle = [statistics.median(values) for values in known if values]
     first = min(middle, key=lambda value: abs(value - hardest), default=row.curve.target[0])
-    pairs = zip(row.curve.target, row.curve.saved, strict=True)
-    reached = [target for target, saved in pairs if saved is not None]
     if reached and metric.beats(first, reached[-1]):  # where no saving is known, all are easier
         first = reached[0]
     if first == hardest:  # it never became better than at its start
