@@ -252,7 +252,7 @@ def _target_limits(
 
     Of several seeds the middle one counts: the best may begin beyond what the others ever reach.
     The axis ends with the hardest value that has a saving: there may be nothing to draw for most
-    values of an average that the raw weights never reached.
+    values of an average that the raw weights never reached. Every row and point is inside.
     """
     row = rows[0]
     saved = [
@@ -273,7 +273,9 @@ def _target_limits(
         first = reached[0]
     if first == hardest:  # it never became better than at its start
         first = row.curve.target[0] if row.curve.target[0] != hardest else 0.9 * hardest - 1e-6
-    return first - 0.15 * (hardest - first), hardest + 0.02 * (hardest - first)
+    inside = [*(point.at for point in _points(scene, row)), *(each[-1] for each in saved if each)]
+    first = max((first, *inside), key=lambda value: abs(value - hardest))
+    return first - 0.15 * (hardest - first), hardest + 0.04 * (hardest - first)
 
 
 def _saved(scene: Scene, run: Run, row: MainRow) -> list[Line]:

@@ -311,6 +311,30 @@ def test_the_axis_of_targets_shows_savings_although_the_average_begins_beyond_th
     assert all(easy < point.at < hard for point in panel.points)
 
 
+def test_the_axis_of_targets_shows_every_point_and_baseline() -> None:
+    """Raw weights with re-estimated BatchNorm begin beyond what running statistics ever reach."""
+    rows = [
+        {"recipe": "r", "run": "a", "seed": 0, "epoch": epoch, "weights": weights, "k": k,
+         "batch_norm": batch_norm, "test_accuracy": start + 0.01 * min(epoch, 6 - epoch / 5)}
+        for epoch in range(1, 21)
+        for weights, k, batch_norm, start in (
+            ("raw", None, None, 0.4), ("raw", None, "re-estimated", 0.6),
+            ("averaged", 2, "re-estimated", 0.61),
+        )
+    ]  # fmt: skip
+    (drawing,) = (d for d in drawings([run_of(rows)]) if d.kind.name == "target")
+    (panel,) = drawing.panels
+    assert panel.x_limits is not None
+    easy, hard = panel.x_limits
+    for label in ("against raw weights", "against raw weights, BatchNorm re-estimated"):
+        (line,) = (line for line in panel.lines if line.label == label)
+        assert any(
+            easy < at < hard and v is not None for at, v in zip(line.at, line.mean, strict=True)
+        )
+    assert len(panel.points) >= 2
+    assert all(easy < point.at < hard for point in panel.points)
+
+
 def test_the_training_loss_belongs_to_the_raw_weights_alone(drawn: dict[str, Drawing]) -> None:
     shown = {panel.title: [x.label for x in panel.lines] for panel in drawn["curves"].panels}
     all_three = ["raw weights", "raw weights, BatchNorm re-estimated", "average, k = 10"]
