@@ -191,10 +191,26 @@ def test_savings_are_in_epochs_time_and_gpu_hours_against_every_baseline(
     assert own[0] == ["largest 6.0000", "4", "2", "2", "50%", "2:00:00", "4.00"]
     other = table(said, "Averages against the raw weights of other runs")
     assert other[0] == ["sgd, k = 2", "adam, raw", "1", "6.0000", "1", "1"]
+    assert other[1] == ["adam, k = 2", "sgd, raw", "1", "7.0000", "never", "never"]
     assert "adam, k = 2: behind its raw weights in 13 of 14" in said
     assert "adam, k = 2 against raw (1 seed)" in said
     assert "At its end the average was better than the baseline ever was." in said
     assert said.index("2 epochs saved (50%).") < said.index("epochs to reach")
+
+
+def test_of_many_methods_the_main_average_alone_is_compared_with_other_runs(
+    lawa: Lawa, metrics: Path
+) -> None:
+    """Five runs with six methods each had a table of 120 rows."""
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows += [{**row, "weights": "ema", "k": None} for row in rows if row["k"]]
+    rows += [{**row, "batch_norm": "re-estimated"} for row in rows if not row["k"]]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = lawa(metrics)[1]
+    other = table(said, "Averages against the raw weights of other runs")
+    assert [row[:2] for row in other] == [["sgd, k = 2", "adam, raw"], ["adam, k = 2", "sgd, raw"]]
+    (metric,) = json.loads(lawa(metrics, "--json")[1])["recipes"][0]["metrics"]
+    assert len(metric["main"]) > 4  # they are all there and on the page
 
 
 def test_one_empty_line_is_between_two_parts(lawa: Lawa, metrics: Path) -> None:

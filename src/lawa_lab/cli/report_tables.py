@@ -77,8 +77,12 @@ def _compared(report: MetricReport) -> bool:
 
 
 def _show_savings(report: MetricReport, recipe: RecipeReport, console: Console) -> None:
-    """What the main average of each run saved against its raw weights, and where it lost."""
-    own = list({row.averaged_run: row for row in reversed(report.own())}.values())[::-1]
+    """What the main average of each run saved against raw weights treated alike, where it lost."""
+    # For each pair of runs, the first row is that of the main average and of this baseline.
+    pairs = {(row.averaged_run, row.baseline_run): row for row in reversed(report.main)}
+    main = list(pairs.values())[::-1]
+    own = [row for row in main if row.averaged_run == row.baseline_run]
+    across = [row for row in main if row.averaged_run != row.baseline_run]
     if report.frontier is not None:
         console.print("Inside one run\n", style="bold")
     if own:
@@ -88,13 +92,13 @@ def _show_savings(report: MetricReport, recipe: RecipeReport, console: Console) 
         console.print(_caption(row, len(own) > 1), style="bold", markup=False)
         _put(console, main_table(report.metric, row, wide=console.width >= _WIDE))
         _say_all(console, filter(None, [words.unmatched(row), *row.notes]))
-    if report.across:
+    if across:
         unit = say_axis(recipe.axis)
         console.print(
             f"Averages against the raw weights of other runs ({unit} saved)", style="bold"
         )
-        _put(console, _across_table(report.metric, report.across))
-        _say_all(console, (note for row in report.across for note in row.notes))
+        _put(console, _across_table(report.metric, across))
+        _say_all(console, (note for row in across for note in row.notes))
     _say_all(console, report.losses, bullet="- ")
 
 
@@ -239,9 +243,11 @@ def _across_table(metric: Metric, rows: Sequence[MainRow]) -> Table:
 
 
 def _saved(saving: Saving | None, axis: Axis) -> str:
-    amount = None if saving is None else saving.on(axis)
-    if saving is None or amount is None:
+    if saving is None:
         return "-"
+    amount = saving.on(axis)
+    if amount is None:
+        return "never"
     some = f" in {saving.num_both}/{saving.num_seeds}" * (saving.num_both < saving.num_seeds)
     return f"{say_number(amount.saved.mean)}{some}"
 

@@ -1,6 +1,6 @@
 """What a report says about the frontier, in sentences."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lawa_lab.report.curves import Axis, Metric
 from lawa_lab.report.forecast import Forecast
@@ -8,9 +8,11 @@ from lawa_lab.report.frontier import EqualQuality, Frontier, Lead
 from lawa_lab.report.savings import Amount
 from lawa_lab.report.words import (
     plain,
+    say_axis,
     say_count,
     say_difference,
     say_number,
+    say_over_seeds,
     say_range,
     say_saved,
     say_seeds,
@@ -63,14 +65,15 @@ def _at_quality(metric: Metric, row: EqualQuality, axis: Axis) -> str:
     amount = row.saving.on(axis)
     if amount is None:
         return f"does not reach {target} {within} ({seeds})."
-    after = say_count(amount.averaged_at.mean, axis)
+    place = amount.averaged_at
+    after = f"{say_over_seeds(place)} {say_axis(axis, place.mean)}"
     if row.saving.num_both < row.saving.num_seeds:
         others = f"other{'s'[: row.saving.num_seeds - row.saving.num_both != 1]}"
         return (
             f"reaches {target} after {after} in {row.saving.num_both} of {seeds}, and does not "
             f"reach it {within} in the {others}."
         )
-    spread = f" ({say_range(amount.averaged_at)} by seed)" if amount.saved.sd else ""
+    spread = f" ({say_range(place)} by seed)" if place.sd else ""
     return f"reaches {target} after {after}{spread}: {less_training(amount)}{_cheaper(row, axis)}."
 
 
@@ -129,7 +132,7 @@ def reached(row: EqualQuality, axis: Axis) -> str:
     if None in places or amount is None:
         return ", ".join("not reached" if p is None else say_saved(p) for p in places)
     seeds = f" ({', '.join(map(say_number, places))})" if len(set(places)) > 1 else ""
-    return f"{say_number(amount.averaged_at.mean)}{seeds}"
+    return f"{say_over_seeds(amount.averaged_at)}{seeds}"
 
 
 def forecast(metric: Metric, found: Forecast) -> str:
@@ -161,6 +164,7 @@ def notes(metric: Metric, frontier: Frontier) -> list[str]:
             "Some runs have the same schedule, length and peak rate, such as a run given twice or "
             "in two lengths. Only the best of them is shown."
         )
+    said += _notes_on_equal_quality(frontier)
     if frontier.unfinished:
         said.append(f"Left out, because not finished: {'; '.join(frontier.unfinished)}.")
     early = [
@@ -174,3 +178,20 @@ def notes(metric: Metric, frontier: Frontier) -> list[str]:
             f"Some annealed runs reached their final value before the end ({'; '.join(early)})."
         )
     return said
+
+
+def _notes_on_equal_quality(frontier: Frontier) -> Iterator[str]:
+    """Why a final value there may differ from that at equal budget, or have been reached before."""
+    compared = [row for row in frontier.equal_quality if row.main]
+    num_seeds = {point.run: point.raw.num_seeds for point in frontier.annealed}
+    if any(row.saving.num_seeds < num_seeds[row.run] for row in compared):
+        yield (
+            "Budget at equal quality is about the seeds that the annealed run and the average "
+            "share, so its final values may differ from those at equal budget."
+        )
+    begin = next((curve.at[0] for curve in frontier.curves if curve.main), 0.0)
+    if any(seed.averaged_at == begin for row in compared for seed in row.saving.by_seed):
+        yield (
+            f"The first evaluation of the average is at {say_count(begin, frontier.axis)}. If it "
+            "reaches a value there, it may have done so earlier."
+        )

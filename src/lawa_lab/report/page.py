@@ -30,6 +30,13 @@ __all__ = ["render_page", "save_page"]
 
 _WHAT = {"headline": "largest", "final": "baseline's final", "best": "baseline's best"}
 _DASHES = {"-": None, "--": "7 3", "-.": "7 3 2 3", ":": "2 2"}
+_MARKERS = {
+    "o": "M14 6a4 4 0 1 0 8 0a4 4 0 1 0-8 0",
+    "s": "M14 2h8v8h-8z",
+    "D": "M18 1l5 5l-5 5l-5-5z",
+    "^": "M18 2l4 8h-8z",
+    "v": "M18 10l4-8h-8z",
+}
 _FEW = 6  # rows of a table that is shown open
 
 
@@ -165,10 +172,8 @@ def _swatch(panels: Sequence[Panel], label: str, style: Style | None) -> dict[st
     points = {p.label: p.marker for panel in panels for p in panel.points}
     points |= {line.name: line.marker for panel in panels for line in panel.lines if line.marker}
     if style is None or label in points:
-        outlines = {"o": "M14 6a4 4 0 1 0 8 0a4 4 0 1 0-8 0", "s": "M14 2h8v8h-8z"}
-        outline = outlines.get(points[label], "M18 1l5 5l-5 5l-5-5z")
         colour = INK if style is None else style.colour
-        return {"path": outline, "colour": colour, "width": "2", "dashes": None}
+        return {"path": _MARKERS[points[label]], "colour": colour, "width": "2", "dashes": None}
     dashes = (
         _DASHES[style.dashes]
         if isinstance(style.dashes, str)
@@ -202,7 +207,8 @@ def _main_table(report: MetricReport, rows: Sequence[MainRow], folded: bool = Fa
     savings = [saving for row in rows for saving in row.savings]
     timed, hours = any(s.seconds for s in savings), any(s.gpu_hours for s in savings)
     head = ["", "target", f"{axis}s saved", "in %", f"baseline, {axis}", f"average, {axis}"]
-    head += ["time saved"] * timed + ["GPU-hours saved"] * hours + ["seeds"]
+    several = any(saving.num_seeds > 1 for saving in savings)
+    head += ["time saved"] * timed + ["GPU-hours saved"] * hours + ["seeds"] * several
     groups: list[tuple[str | None, list[list[str]]]] = []
     for row in rows:
         lines = []
@@ -218,7 +224,7 @@ def _main_table(report: MetricReport, rows: Sequence[MainRow], folded: bool = Fa
             seconds = saving.seconds.saved.mean if saving.seconds else None
             cells += [words.say_duration(seconds)] * timed
             cells += [words.say_hours(saving.gpu_hours)] * hours
-            lines.append([*cells, f"{saving.num_both} of {saving.num_seeds}"])
+            lines.append(cells + [f"{saving.num_both} of {saving.num_seeds}"] * several)
         if row.headline is None:
             lines.insert(0, [_WHAT["headline"], "none", *["-"] * (len(head) - 2)])
         if row.unmatched is not None:
@@ -226,8 +232,8 @@ def _main_table(report: MetricReport, rows: Sequence[MainRow], folded: bool = Fa
             cells = ["beyond its best", "-", f"at least {words.say_number(found.at_least.mean)}"]
             cells += ["-", f"> {words.say_number(found.baseline_end.mean)}"]
             cells += [words.say_number(found.averaged_from.mean)]
-            cells += ["-"] * (len(head) - len(cells) - 1)
-            lines.append([*cells, f"{found.num_seeds} of {row.final.num_seeds}"])
+            cells += ["-"] * (timed + hours)
+            lines.append(cells + [f"{found.num_seeds} of {row.final.num_seeds}"] * several)
         groups.append((row.label, lines))
     across = rows[0].averaged_run != rows[0].baseline_run
     what = "The average of one run against another" if across else "What averaging saved"
@@ -249,13 +255,15 @@ def _averages_table(report: MetricReport, axis: Axis, *, folded: bool) -> PageTa
     head = ["", f"largest saving, {axis}s", "final value", "best value"]
     head += ["evaluations behind", f"longest stretch, {axis}s", "worst by", "extra time"]
     runs = dict.fromkeys(row.run for row in report.windows)
-    groups: list[tuple[str | None, list[list[str]]]] = [
-        (
-            run if len(runs) > 1 else None,
-            [_average_cells(metric, axis, row) for row in report.windows if row.run == run],
-        )
-        for run in runs
-    ]
+    groups: list[tuple[str | None, list[list[str]]]] = []
+    for run in runs:
+        rows = [row for row in report.windows if row.run == run]
+        names = words.say_rows([row.series for row in rows])
+        lines = [
+            [name, *_average_cells(metric, axis, row)]
+            for name, row in zip(names, rows, strict=True)
+        ]
+        groups.append((run if len(runs) > 1 else None, lines))
     caption = f"Every average against raw weights treated alike: {words.plain(metric.name)}"
     return PageTable(caption, head, groups, folded)
 
@@ -264,7 +272,6 @@ def _average_cells(metric: Metric, axis: Axis, row: WindowRow) -> list[str]:
     longest = max(row.behind, key=lambda stretch: stretch.num_evaluations, default=None)
     cost = row.charged_seconds.mean if row.charged_seconds else None
     return [
-        words.say_short(row.series),
         _saved(axis, row.headline),
         words.say_mean(metric, row.final),
         words.say_mean(metric, row.best),

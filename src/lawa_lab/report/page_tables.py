@@ -112,7 +112,7 @@ def quality_cells(
         ("-", "-")
         if amount is None
         else (
-            words.say_number(amount.saved.mean),
+            words.say_over_seeds(amount.saved),
             "-" if amount.percent is None else f"{amount.percent:.0f}%",
         )
     )

@@ -236,7 +236,7 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
         peaks = {key[3] for key in groups if key[:3] == (recipe, name, budget)}
         full = name
         if len(lengths) > 1 and budget is not None:
-            full += f", {budget:.4g} epochs"
+            full += f", {budget:.4g} epoch{'s' * (budget != 1)}"
         if len(peaks) > 1 and peak is not None:
             full += f", rate {peak:g}"
         found.append(Run(recipe, full, tuple(own)))

@@ -4,6 +4,7 @@ Each sentence states what some rows of the metrics show. Terminal, page and demo
 """
 
 import itertools
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -80,6 +81,18 @@ def say_number(number: float | None) -> str:
         return "-"
     whole = abs(number - round(number)) < 0.05 or abs(number) >= 1000
     return f"{round(number):,}" if whole else f"{number:,.1f}"  # round: there is no "-0"
+
+
+def say_over_seeds(number: Mean) -> str:
+    """A mean count: whole from 10 on if seeds differ, as its decimal is far below their spread.
+
+    >>> from lawa_lab.report.savings import mean_of
+    >>> counts = [mean_of(seeds) for seeds in ((95, 80, 85), (3, 3, 4))]
+    >>> [say_over_seeds(count) for count in counts]
+    ['87', '3.3']
+    """
+    whole = number.sd and abs(number.mean) >= 10
+    return say_number(round(number.mean) if whole else number.mean)
 
 
 def say_saved(number: float | None) -> str:
@@ -173,6 +186,15 @@ def plain(name: str) -> str:
     return f"{text} (top-{top.removeprefix('top')})" if top else text
 
 
+def say_rule(text: str) -> str:
+    """Coefficients in words; settings without a name are written as on the command line.
+
+    >>> say_rule("exponential:0.9"), say_rule("0.25:16:1")
+    ('exponential 0.9', '0.25:16:1')
+    """
+    return re.sub(r"(?<=[a-z]):", " ", text)
+
+
 def say_series(series: Series) -> str:
     """A series for a legend; the usual treatment of BatchNorm is not mentioned.
 
@@ -180,13 +202,15 @@ def say_series(series: Series) -> str:
     'average, k = 10, exponential 0.9, BatchNorm copied'
     >>> say_series(Series("ema", coefficients="decay:0.99"))
     'ema, decay 0.99'
+    >>> say_series(Series("dense", coefficients="0.25:8"))
+    'dense, 0.25:8'
     """
     names = {"raw": "raw weights", "averaged": "average"}
     parts = [names.get(series.weights, series.weights)]
     if series.k is not None:
         parts.append(f"k = {series.k}")
     if series.coefficients not in (None, "uniform"):
-        parts.append(str(series.coefficients).replace(":", " "))
+        parts.append(say_rule(str(series.coefficients)))
     if series.batch_norm is not None and not (series.averaged and series.batch_norm != "copied"):
         parts.append(f"BatchNorm {series.batch_norm}")
     return ", ".join(parts)
@@ -198,8 +222,21 @@ def say_short(series: Series) -> str:
     >>> say_short(Series("averaged", 10, "exponential:0.9", "copied"))
     'k = 10, exponential 0.9 (BN copied)'
     """
-    text = replace(series, batch_norm=None).label.replace(":", " ")
+    text = say_rule(replace(series, batch_norm=None).label)
     return f"{text} (BN copied)" if series.batch_norm == "copied" else text
+
+
+def say_rows(rows: Sequence[Series]) -> list[str]:
+    """The short name of each row, with BatchNorm where two rows would have the same name.
+
+    >>> say_rows([Series("swa", batch_norm="re-estimated"), Series("swa"), Series("ema")])
+    ['swa (BN re-estimated)', 'swa (BN running)', 'ema']
+    """
+    names = [say_short(series) for series in rows]
+    return [
+        f"{name} (BN {series.batch_norm or 'running'})" if names.count(name) > 1 else name
+        for name, series in zip(names, rows, strict=True)
+    ]
 
 
 # ---------------------------------------------------------------- what was found
@@ -379,6 +416,8 @@ def _at(saving: Saving, axis: Axis) -> str:
 
 # ---------------------------------------------------------------- what limits the numbers
 
+_MOST_NAMED = 4  # runs; of more, a note gives their number
+
 
 def limits_of(
     baseline: RunSeries, averaged: RunSeries, metric: Metric, axis: Axis
@@ -426,7 +465,11 @@ def notes_on(runs: Sequence[Run], axis: Axis) -> tuple[str, ...]:
             found.setdefault(note, []).append(run.name)
 
     def whose(names: list[str]) -> str:
-        return "all runs" if len(names) == len(runs) > 1 else "; ".join(names)
+        if len(names) == len(runs) > 1:
+            return "all runs"
+        if len(names) > _MOST_NAMED:
+            return f"{len(names)} of {len(runs)} runs, such as {names[0]}"
+        return "; ".join(names)
 
     return tuple(f"{whose(names)}: {note}" for note, names in found.items())
 

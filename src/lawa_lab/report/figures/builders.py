@@ -17,8 +17,9 @@ from lawa_lab.report.window_words import seen_in_windows
 from lawa_lab.report.words import (
     losses,
     plain,
+    say_rows,
+    say_rule,
     say_series,
-    say_short,
     seen_at_targets,
 )
 
@@ -63,10 +64,6 @@ def _besides_rule(series: Series) -> tuple[object, ...]:
 
 def _besides_norm(series: Series) -> tuple[object, ...]:
     return series.weights, series.k, series.coefficients
-
-
-def _rule(series: Series) -> str:
-    return str(series.coefficients).replace(":", " ")
 
 
 def _say_varied(fixed: Fixed, name: Callable[[Series], str]) -> Say:
@@ -145,7 +142,7 @@ def _methods(scene: Scene, run: Run) -> list[Panel]:
     "coefficients",
     "Coefficients",
     "Averages of the same k with different coefficients.",
-    sentence=_say_varied(_besides_rule, _rule),
+    sentence=_say_varied(_besides_rule, lambda s: say_rule(str(s.coefficients))),
 )
 def _coefficients(scene: Scene, run: Run) -> list[Panel]:
     default = scene.defaults.get(run.name)
@@ -240,7 +237,7 @@ def _target(scene: Scene, run: Run) -> list[Panel]:
                 x_label=f"target: {plain(metric.name)}, harder to the right",
                 lines=tuple(lines),
                 x_percent=metric.name.endswith("accuracy"),
-                x_limits=_target_limits(scene, run, rows[0], metric),
+                x_limits=_target_limits(scene, run, rows, metric),
                 zero=True,
                 points=_points(scene, rows[0]),
             )
@@ -248,27 +245,37 @@ def _target(scene: Scene, run: Run) -> list[Panel]:
     return panels
 
 
-def _target_limits(scene: Scene, run: Run, row: MainRow, metric: Metric) -> tuple[float, float]:
+def _target_limits(
+    scene: Scene, run: Run, rows: list[MainRow], metric: Metric
+) -> tuple[float, float]:
     """From a little easier than where the average began, or the raw weights were early on.
 
     Of several seeds the middle one counts: the best may begin beyond what the others ever reach.
+    The axis ends with the hardest value that has a saving: there may be nothing to draw for most
+    values of an average that the raw weights never reached. Every row and point is inside.
     """
+    row = rows[0]
+    saved = [
+        [t for t, saved in zip(r.curve.target, r.curve.saved, strict=True) if saved is not None]
+        for r in rows
+    ]
+    reached = saved[0]
+    hardest = metric.best(itertools.chain(*saved)) or row.curve.target[-1]
     ours, theirs = (
         run.curves(series, metric, scene.axis).values() for series in (row.averaged, row.baseline)
     )
     soon = 0.05 * scene.end(run)
     begins = [[curve.values[0] for curve in ours], [curve.value_at(soon) for curve in theirs]]
-    hardest = row.curve.target[-1]
     known = [[value for value in values if value is not None] for values in begins]
     middle = [statistics.median(values) for values in known if values]
     first = min(middle, key=lambda value: abs(value - hardest), default=row.curve.target[0])
-    pairs = zip(row.curve.target, row.curve.saved, strict=True)
-    reached = [target for target, saved in pairs if saved is not None]
     if reached and metric.beats(first, reached[-1]):  # where no saving is known, all are easier
         first = reached[0]
     if first == hardest:  # it never became better than at its start
         first = row.curve.target[0] if row.curve.target[0] != hardest else 0.9 * hardest - 1e-6
-    return first - 0.15 * (hardest - first), hardest + 0.02 * (hardest - first)
+    inside = [*(point.at for point in _points(scene, row)), *(each[-1] for each in saved if each)]
+    first = max((first, *inside), key=lambda value: abs(value - hardest))
+    return first - 0.15 * (hardest - first), hardest + 0.04 * (hardest - first)
 
 
 def _saved(scene: Scene, run: Run, row: MainRow) -> list[Line]:
@@ -367,7 +374,7 @@ def _behind(scene: Scene, run: Run) -> list[Panel]:
                     line if first[line.label] is line else replace(line, label="") for line in lines
                 ),
                 x_limits=(0.0, 1.02 * scene.end(run)),
-                y_labels=tuple(say_short(row.series) for row in rows),
+                y_labels=tuple(say_rows([row.series for row in rows])),
             )
         )
     return panels

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from lawa_lab.report import frontier_words
@@ -13,7 +14,7 @@ from lawa_lab.report.figures.scene import Scene
 from lawa_lab.report.figures.style import RAW, Dashes, Style, vary
 from lawa_lab.report.frontier import AnnealedRun, AnytimeCurve, Frontier
 from lawa_lab.report.runs import Run
-from lawa_lab.report.words import plain, say_axis, say_number
+from lawa_lab.report.words import plain, say_axis, say_number, say_over_seeds
 
 __all__ = ["frontier_panels"]
 
@@ -26,6 +27,7 @@ _DASHES: tuple[Dashes, ...] = ("--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1)))
 _QUIET, _FAINT = "#7d8791", "#aab3bb"
 _WIDE = 4.0  # budgets that span more than this factor have a logarithmic axis
 _FEW = 1  # with more other methods, their names are in the legend, not beside their curves
+_LONG = 16  # letters, as "20% linear decay"; longer names are in the legend too
 # Of the arrow's text, as fractions of the axes: width and height, and where its right edge may be.
 _TEXT, _RIGHT = (0.62, 0.2), (0.97, 0.8, 0.64)
 _MARKER = 0.02  # half of a marker's width
@@ -42,7 +44,8 @@ def _say(scene: Scene, run: Run) -> str:
     "frontier",
     "Annealed runs and anytime averages",
     "Points are annealed runs, each trained for its own length; the thin line is their envelope. "
-    "Curves are one constant-rate run. Bars and bands run from the worst to the best seed.",
+    "Hollow points are the averages of annealed runs at their end, where they are better. Curves "
+    "are one constant-rate run. Bars and bands run from the worst to the best seed.",
     sentence=_say,
     all_runs=True,
     first=True,
@@ -78,7 +81,7 @@ def _panel(
         bar=True,
     )
     limits, y_log = _limits(metric, [*points, *curves], first)
-    lines = (envelope, *curves, *points)
+    lines = tuple(_named(line) for line in (envelope, *curves, *points))
     x_limits = (begin, end * (1.06 if log else 1.03))
     return Panel(
         title=f"{plain(metric.name)}{_seeds(frontier)}",
@@ -95,6 +98,16 @@ def _panel(
     )
 
 
+def _named(line: Line) -> Line:
+    """With its name in the legend if that is long: beside its end it would squeeze the axes.
+
+    Raw weights, which may leave the panel, are named only where they end inside it.
+    """
+    if len(line.end_label) <= _LONG or line.style.colour == _FAINT:
+        return line
+    return replace(line, label=line.end_label, end_label="", bar=not line.marker)
+
+
 def _points(metric: Metric, frontier: Frontier) -> list[Line]:
     """One line of markers per schedule, and hollow ones where its average is better."""
     lines = []
@@ -108,7 +121,7 @@ def _points(metric: Metric, frontier: Frontier) -> list[Line]:
         if better:
             lines.append(
                 Line(
-                    label="average of an annealed run, where it is better",
+                    label=f"{label}, its average if better",
                     style=Style(colour=colour, layer=4.9),
                     at=tuple(p.budget for p in better),
                     mean=tuple(p.average.mean if p.average else None for p in better),
@@ -134,15 +147,21 @@ def _marked(label: str, style: Style, marker: str, own: Sequence[AnnealedRun]) -
 
 
 def _others(metric: Metric, frontier: Frontier, kinds: Mapping[str, str]) -> list[AnytimeCurve]:
-    """The best curve of each method but that of the main average."""
-    main = {(kinds[curve.run], curve.series.weights) for curve in frontier.curves if curve.main}
+    """The best curve of each other method, and of the first method of each other optimizer.
+
+    An average that was evaluated once has no curve.
+    """
+    main = {kinds[curve.run]: curve.series.weights for curve in frontier.curves if curve.main}
+    first: dict[str, str] = {}
     others: dict[tuple[str, str], AnytimeCurve] = {}
     for curve in frontier.curves:
-        key, method = (curve.run, curve.series.weights), (kinds[curve.run], curve.series.weights)
-        if curve.best_peak and curve.series.averaged and method not in main:
-            best = others.get(key)
+        kind, method = kinds[curve.run], curve.series.weights
+        if not (curve.best_peak and curve.series.averaged and curve.at[1:]):
+            continue
+        if main[kind] != method if kind in main else first.setdefault(kind, method) == method:
+            best = others.get((kind, method))
             if best is None or metric.beats(curve.mean[-1], best.mean[-1]):
-                others[key] = curve
+                others[kind, method] = curve
     return list(others.values())
 
 
@@ -245,7 +264,7 @@ def _arrow(frontier: Frontier) -> Arrow | None:
         return None
     if found.saving.num_both < found.saving.num_seeds or not round(amount.percent or 0.0):
         return None
-    begin, end = say_number(found.budget), say_number(amount.averaged_at.mean)
+    begin, end = say_number(found.budget), say_over_seeds(amount.averaged_at)
     return Arrow(
         begin=found.budget,
         end=amount.averaged_at.mean,

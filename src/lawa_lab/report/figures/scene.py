@@ -8,7 +8,7 @@ from lawa_lab.report.figures.axes import Arrow, Line, Panel
 from lawa_lab.report.figures.style import Styles
 from lawa_lab.report.runs import Run, Series
 from lawa_lab.report.summary import MainRow, RecipeReport
-from lawa_lab.report.words import plain, say_by_seed, say_number, say_series
+from lawa_lab.report.words import plain, say_by_seed, say_count, say_series
 
 __all__ = ["Scene"]
 
@@ -135,7 +135,7 @@ class Scene:
         facts = [] if amount.percent is None else [f"{amount.percent:.0f}%"]
         if len(headline.by_seed) > 1:
             facts.append(say_by_seed(amount.saved))
-        saved = f"{say_number(amount.saved.mean)} {self.axis}s earlier"
+        saved = f"{say_count(amount.saved.mean, self.axis)} earlier"
         return Arrow(
             begin=amount.baseline_at.mean,
             end=amount.averaged_at.mean,
@@ -148,14 +148,15 @@ class Scene:
         """From the end of the baseline back to where the average was better than it ever was."""
         if row.unmatched is None or row.best.target is None:
             return None
-        count = f"{say_number(row.unmatched.at_least.mean)} {self.axis}s"
-        seeds = f"{row.unmatched.num_seeds} of {row.best.num_seeds}"
+        count = say_count(row.unmatched.at_least.mean, self.axis)
+        num_seeds = row.best.num_seeds
+        seeds = f", {row.unmatched.num_seeds} of {num_seeds} seeds" if num_seeds > 1 else ""
         return Arrow(
             begin=row.unmatched.baseline_end.mean,
             end=row.unmatched.averaged_from.mean,
             value=row.best.target,
             ticks=(),
-            text=f"at least {count} earlier\n(never matched, {seeds} seeds)",
+            text=f"at least {count} earlier\n(never matched{seeds})",
         )
 
 

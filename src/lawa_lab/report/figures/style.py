@@ -26,8 +26,9 @@ _RUNS: tuple[tuple[str, str, Dashes], ...] = (
     ("#888888", "#000000", (0, (1, 1))),
 )
 _COPIED: Dashes = (0, (3, 1, 1, 1, 1, 1))
-# Windows that are not the default, and other methods: wine, olive, indigo, grey.
+# Windows that are not the default: wine, olive, indigo, grey; other methods: magenta and teal too.
 _WINDOWS = ("#882255", "#999933", "#332288", "#777777")
+_METHODS = (*_WINDOWS, "#ee3377", "#009988")
 _DASHES: tuple[Dashes, ...] = ("--", "-.", (0, (1, 1)), (0, (4, 1, 1, 1, 1, 1)))
 
 
@@ -67,7 +68,8 @@ class Styles:
         windows = {series.k for run in runs for series in run.series if series.k is not None}
         known = {series.k for series in defaults.values()}
         self._windows = sorted(windows - known) + sorted(k for k in known if k is not None)
-        self._methods = sorted({series.weights for run in runs for series in run.series})
+        methods = {series.weights for run in runs for series in run.series}
+        self._methods = sorted(methods - {"raw"}, key=lambda name: (name == "averaged", name))
 
     def of(self, run: Run, series: Series) -> Style:
         """The style of one series of one run."""
@@ -81,7 +83,7 @@ class Styles:
             return Style(colour=averaged, dashes=dashes, layer=4.0)
         if series.weights != default.weights:
             index = self._methods.index(series.weights)
-            colour, dashes = vary(index, _WINDOWS, _DASHES)
+            colour, dashes = vary(index, _METHODS, _DASHES)
             return Style(colour=colour, dashes=dashes, layer=3.8)
         if series.k == default.k:
             if series.coefficients == default.coefficients:

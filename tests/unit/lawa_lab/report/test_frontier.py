@@ -17,11 +17,11 @@ from lawa_lab.report.curves import Metric
 from lawa_lab.report.figures import drawings
 from lawa_lab.report.figures.axes import Line, matplotlib
 from lawa_lab.report.figures.files import draw
-from lawa_lab.report.figures.frontier import _RIGHT, _arrow, _free_spot
+from lawa_lab.report.figures.frontier import _ANNEALED, _RIGHT, _arrow, _free_spot
 from lawa_lab.report.figures.scene import Scene
 from lawa_lab.report.figures.style import Style
 from lawa_lab.report.frontier import Frontier
-from lawa_lab.report.page import render_page
+from lawa_lab.report.page import _MARKERS, render_page
 from lawa_lab.report.runs import Run, load_runs
 from lawa_lab.report.summary import Report, summarise
 from torch_lawa.metrics import Row
@@ -65,6 +65,11 @@ def test_runs_that_differ_in_length_alone_are_told_apart(tmp_path: Path) -> None
     assert set(names[3:]) == {"sgd, 16 epochs", f"{landing}, 16 epochs"}
     assert [run.seeds for run in runs] == [(0, 1)] * 5
     assert [run.annealed for run in runs] == [False, True, True, True, True]
+
+
+def test_a_run_of_one_epoch_is_not_of_one_epochs(tmp_path: Path) -> None:
+    names = {run.name for run in runs_of(tmp_path, frontier_rows(budgets=(1, 2)))}
+    assert {"sgd, 1 epoch", "sgd, 2 epochs"} < names
 
 
 def test_a_rate_is_named_only_beside_another_of_the_same_length(tmp_path: Path) -> None:
@@ -457,6 +462,26 @@ def test_the_figure_has_points_curves_direct_labels_and_a_log_axis(tmp_path: Pat
     assert "raw weights" not in texts  # far off: it leaves the panel
 
 
+def test_the_average_of_each_schedule_has_its_own_marker_in_the_legend(tmp_path: Path) -> None:
+    rows = frontier_rows()
+    for row in [row for row in rows if row["land"] and row["weights"] == "raw"]:
+        rows.append({**row, "weights": "averaged", "k": 4, "coefficients": "uniform"})
+    for row in rows:
+        if row["schedule"] == "cosine" or row["land"]:
+            row["test_loss"] -= 0.02 * (row["weights"] == "averaged")
+    runs = runs_of(tmp_path, rows)
+    drawing = drawings(Scene(summarise(runs).recipes[0], runs))[0]
+    looks = {x.end_label or x.label: (x.style.colour, x.marker) for x in drawing.panels[1].lines}
+    names = [f"{schedule}, its average if better" for schedule in ("cosine", "25% linear decay")]
+    for name in names:
+        assert looks[name] == looks[name.removesuffix(", its average if better")]
+    assert looks[names[0]] != looks[names[1]]
+    (box,) = draw(drawing).legends
+    shown = dict(zip([t.get_text() for t in box.get_texts()], box.legend_handles, strict=True))
+    assert [shown[name].get_markeredgecolor() for name in names] == [looks[n][0] for n in names]
+    assert {marker for _, marker in _ANNEALED} <= set(_MARKERS)  # of the page's legend
+
+
 def test_many_methods_are_named_in_the_legend(tmp_path: Path) -> None:
     """Beside their curves, which end close together, names would be written over each other."""
     rows = frontier_rows(budgets=(4, 8, 32))
@@ -473,6 +498,38 @@ def test_many_methods_are_named_in_the_legend(tmp_path: Path) -> None:
     ends = {line.end_label for line in accuracy.lines}
     assert "average, k = 4" in ends
     assert "ema" not in ends
+
+
+def test_a_method_has_one_curve_although_its_averages_are_best_at_different_rates(
+    tmp_path: Path,
+) -> None:
+    rows = frontier_rows(budgets=(4, 8, 32), peaks=(0.1, 0.2))
+    for row in [row for row in rows if row["weights"] == "averaged" and not row["land"]]:
+        if row["schedule"] == "constant":
+            rate = row["peak_learning_rate"]
+            for decay, best, worst in ((0.9, 0.1, 0.2), (0.99, 0.2, 0.3)):
+                loss = 1 + (best if (rate == 0.1) is (decay == 0.9) else worst)
+                ema = {"weights": "ema", "k": None, "coefficients": str(decay), "test_loss": loss}
+                rows.append({**row, **ema})
+    runs = runs_of(tmp_path, rows)
+    panel = drawings(Scene(summarise(runs).recipes[0], runs))[0].panels[1]
+    names = [line.label or line.end_label for line in panel.lines]
+    assert [name for name in names if name.startswith("ema")] == ["ema, 0.9"]
+
+
+def test_an_average_that_was_evaluated_once_has_no_curve(tmp_path: Path) -> None:
+    """Nothing of it would be seen but its name, in place of another average of its method."""
+    rows = frontier_rows(budgets=(4, 8, 32))
+    for row in [row for row in rows if row["weights"] == "averaged" and not row["land"]]:
+        if row["schedule"] == "constant":
+            for decay, own in ((0.9, 0.0), (0.99, -0.01)):  # the second is better at the end
+                if decay == 0.9 or row["epoch"] == 32:
+                    ema = {"weights": "ema", "k": None, "coefficients": str(decay)}
+                    rows.append({**row, **ema, "test_loss": row["test_loss"] + own})
+    runs = runs_of(tmp_path, rows)
+    panel = drawings(Scene(summarise(runs).recipes[0], runs))[0].panels[1]
+    names = [line.label or line.end_label for line in panel.lines]
+    assert [name for name in names if name.startswith("ema")] == ["ema, 0.9"]
 
 
 def test_a_method_looks_the_same_in_all_panels_although_its_best_rate_differs(
@@ -494,15 +551,30 @@ def test_a_method_looks_the_same_in_all_panels_although_its_best_rate_differs(
     assert styles[0]["ema"] != styles[0]["swa"]
 
 
-def test_the_window_of_another_optimizer_has_a_curve(tmp_path: Path) -> None:
-    rows = frontier_rows(budgets=(4, 8, 32))
-    for row in [row for row in rows if row["schedule"] == "constant" and not row["land"]]:
-        rows.append({**row, "run": "lookahead(sgd), constant rate"})
+def test_the_window_of_another_optimizer_has_a_curve_and_its_other_methods_have_none(
+    tmp_path: Path,
+) -> None:
+    """Names as long as these, beside the ends of curves, would leave no room for the axes."""
+    rows = [row for row in frontier_rows(budgets=(4, 8, 32)) if not row["land"]]
+    for row in [row for row in rows if row["schedule"] == "constant"]:
+        own = [row, {**row, "run": "lookahead(sgd), constant rate"}]
+        rows.append(own[1])
+        if row["weights"] == "averaged":
+            rows += [{**each, "weights": "ema", "k": None, "coefficients": ""} for each in own]
+    for row in [row for row in rows if row["schedule"] == "cosine"]:
+        rows.append({**row, "run": "lookahead(sgd)"})
     runs = runs_of(tmp_path, rows)
-    panels = drawings(Scene(summarise(runs).recipes[0], runs))[0].panels
-    for panel in panels:
-        ends = {line.end_label for line in panel.lines}
-        assert {"sgd, average, k = 4", "lookahead(sgd), average, k = 4"} <= ends
+    drawing = drawings(Scene(summarise(runs).recipes[0], runs))[0]
+    for panel in drawing.panels:
+        names = {line.label or line.end_label for line in panel.lines}
+        windows = {"sgd, average, k = 4", "lookahead(sgd), average, k = 4", "sgd, ema"}
+        assert windows | {"sgd, cosine", "lookahead(sgd), cosine"} <= names
+        assert "lookahead(sgd), ema" not in names
+    figure = draw(drawing)
+    matplotlib("backends.backend_agg").FigureCanvasAgg(figure).draw()
+    assert all(axes.get_position().width > 0.3 for axes in figure.axes)
+    (box,) = figure.legends
+    assert "lookahead(sgd), cosine" in {text.get_text() for text in box.get_texts()}
 
 
 def test_the_text_of_the_arrow_covers_no_line() -> None:
@@ -532,6 +604,42 @@ def test_the_text_of_the_arrow_stays_inside_the_axes(tmp_path: Path) -> None:
     for axes in figure.axes:
         (text,) = (text for text in axes.texts if "less training" in text.get_text())
         assert text.get_window_extent().x0 >= axes.get_window_extent().x0
+
+
+def test_a_mean_over_seeds_that_differ_is_whole_in_text_table_and_figure(tmp_path: Path) -> None:
+    rows = [row for row in frontier_rows(seeds=(0, 1, 2)) if not row["land"]]
+    for row in rows:  # the averages of the seeds have 1.05 at epochs 20, 24 and 30
+        if row["weights"] == "averaged" and row["schedule"] == "constant":
+            row["test_loss"] = 1 + (1.0, 1.2, 1.5)[row["seed"]] / row["epoch"]
+        elif row["epoch"] == 32:
+            row["test_loss"] = 1.05
+    runs = runs_of(tmp_path, rows)
+    report = summarise(runs)
+    frontier = frontier_in(report)
+    said = frontier_words.headline("toy", Metric("test_loss", "lower"), frontier)
+    assert "after 25 epochs (20 to 30 by seed): 23% less" in said
+    assert frontier.headline is not None
+    assert frontier_words.reached(frontier.headline, "epoch") == "25 (20, 24, 30)"
+    arrow = drawings(Scene(report.recipes[0], runs))[0].panels[1].arrow
+    assert arrow is not None
+    assert "(25 for 32 epochs)" in arrow.text
+
+
+def test_what_limits_the_budget_at_equal_quality_is_noted(tmp_path: Path) -> None:
+    loss, rows = Metric("test_loss", "lower"), frontier_rows()
+
+    def notes(name: str, rows: list[Row]) -> list[str]:
+        return frontier_words.notes(loss, frontier_in(report_on(tmp_path / name, rows)))
+
+    assert notes("all", rows) == []
+    constant = "sgd, constant rate"
+    alone = [row for row in rows if row["run"] != constant or row["seed"] == 0]
+    (note,) = notes("alone", alone)
+    assert "seeds that the annealed run and the average share" in note
+    # The average has the final value of cosine runs of 16 epochs at epoch 10.
+    late = [row for row in rows if row["run"] != constant or row["epoch"] >= 12]
+    (note,) = notes("late", late)
+    assert note.startswith("The first evaluation of the average is at 12 epochs.")
 
 
 def test_budgets_that_are_close_have_a_linear_axis(tmp_path: Path) -> None:

@@ -236,6 +236,16 @@ def test_a_caveat_says_whether_the_headline_was_chosen(
     assert said in caveat(metric.main[0])
 
 
+def test_a_single_seed_is_not_counted() -> None:
+    for seeds, columns in (((0,), 0), ((0, 1), 1)):
+        runs = [run_of(cifar_rows(epochs=20, seeds=seeds))]
+        page = render_page(runs, summarise(runs), title="Seeds")
+        assert not re.search(r"<td>[01] of 1</td></tr>", page)
+        main = page[page.index("What averaging saved: test accuracy") :]
+        head = main[: main.index("</thead>")]
+        assert head.count('<th scope="col">seeds</th>') == columns
+
+
 def test_a_saving_of_some_seeds_is_not_said_to_be_more_than_that_of_all() -> None:
     rows = tuple(
         {"epoch": e, "seed": seed, "weights": w, "k": k, "loss": loss}

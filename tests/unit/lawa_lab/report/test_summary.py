@@ -277,6 +277,14 @@ def test_limits_are_named_seeds_ends_and_unknown_time() -> None:
     assert ends.startswith("adam: seeds ended at different epochs (3, 2)")
 
 
+def test_a_limit_of_many_runs_is_a_number_with_an_example() -> None:
+    several = run_of(rows_of([9, 8]) + rows_of([None, 7], 2), rows_of([9, 8], seed=1), name="two")
+    for number, said in ((4, "a; b; c; d: only"), (5, "5 of 6 runs, such as a: only")):
+        alone = [run_of(rows_of([9, 8]) + rows_of([None, 7], 2), name=n) for n in "abcde"[:number]]
+        [recipe] = summarise([*alone, several]).recipes
+        assert recipe.notes[0].startswith(f"{said} one seed")
+
+
 def test_rows_of_a_sweep_are_counted_in_steps_and_have_no_time() -> None:
     rows = rows_of([9, 8, 7, 6]) + rows_of([None, 7, 6, 6], 2, coefficients="uniform")
     for row in rows:
