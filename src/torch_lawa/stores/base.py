@@ -134,7 +134,9 @@ class FlatLayout:
 
     def zeros(self) -> dict[str, Tensor]:
         """Named tensors as they would be stored, all zeros, in host memory."""
-        flats = [torch.zeros(group.numel, dtype=group.stored) for group in self.groups]
+        flats = [
+            torch.zeros(group.numel, dtype=group.stored, device="cpu") for group in self.groups
+        ]
         return self.views(flats)
 
     def views(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
