@@ -3,6 +3,8 @@
 import contextlib
 import gc
 import threading
+from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -91,6 +93,26 @@ def test_buffers_that_repeat_their_memory() -> None:
     before = state(model)
     with averager.swapped_into(model):
         assert model.same.unique().tolist() == [1.0]
+    assert_same_state(state(model), before)
+
+
+@pytest.mark.parametrize("buffers", ["newest", "average"])
+@pytest.mark.parametrize("view", [torch.Tensor.conj, lambda x: x.conj().imag], ids=["conj", "neg"])
+def test_tensors_whose_memory_has_the_conjugate(
+    view: Callable[[torch.Tensor], torch.Tensor], buffers: Literal["newest", "average"]
+) -> None:
+    model = nn.Linear(3, 2)
+    model.register_parameter("weighted", nn.Parameter(view(torch.randn(4, dtype=torch.cfloat))))
+    model.register_buffer("filter", view(torch.randn(4, dtype=torch.cfloat)))
+    averager = LatestWeightAverager(k=1, buffers=buffers)
+    averager.collect(model)
+    collected = state(model)
+    shake(model)
+    model.filter.mul_(2)
+    before = state(model)
+    assert_same_state(averager.average(), collected)
+    with averager.swapped_into(model):
+        assert_same_state(state(model), collected)
     assert_same_state(state(model), before)
 
 
