@@ -342,9 +342,9 @@ def _identity(tensor: Tensor) -> object:
     """Equal for tensors that view the same memory in the same way.
 
     A sharded tensor is identified by its DTensor: its local shard may be empty, and ties must be
-    the same on every rank.
+    the same on every rank. Subclasses that wrap other tensors have no address, and all say 0.
     """
-    if is_sharded(tensor) or tensor.numel() == 0:
+    if is_sharded(tensor) or tensor.numel() == 0 or tensor.data_ptr() == 0:
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 

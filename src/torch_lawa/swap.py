@@ -64,8 +64,10 @@ def _addresses(model: nn.Module | Mapping[str, Tensor]) -> frozenset[int]:
         tensors = [parameter for parameter in model.parameters() if parameter.requires_grad]
     elif isinstance(model, Mapping):
         tensors = [tensor for tensor in model.values() if isinstance(tensor, Tensor)]
-    # Empty tensors have no address, or share one with another tensor.
-    return frozenset(local(t).data_ptr() for t in tensors if not is_lazy(t) and local(t).numel())
+    # Empty tensors have no address, or share one with another tensor; subclasses that wrap other
+    # tensors all say 0.
+    found = [local(tensor) for tensor in tensors if not is_lazy(tensor)]
+    return frozenset(tensor.data_ptr() or id(tensor) for tensor in found if tensor.numel())
 
 
 def swap_targets(

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from support.models import assert_same_state, shake, small_net
 from torch import nn
 from torch.nn.utils import parametrizations, prune
+from torch.testing._internal.two_tensor import TwoTensor
 
 from torch_lawa import DiskStore, Every, Explicit, Exponential, LatestWeightAverager, OnPlateau
 from torch_lawa.errors import ConfigError, LayoutError, NonFiniteWarning, NotReadyError
@@ -121,6 +122,24 @@ def test_tied_weights_are_averaged_once_and_stay_tied() -> None:
     assert torch.equal(model.head.weight, mean_of(states, "head.weight"))
     with averager.swapped_into(model):
         assert model.head.weight is model.embedding.weight
+
+
+def test_wrapper_subclasses_are_not_tied_because_they_have_no_address() -> None:
+    def model(*values: float) -> nn.Module:
+        made = nn.Module()
+        for name, value in zip("ab", values, strict=True):
+            wrapped = TwoTensor(torch.full((2,), value), torch.full((2,), value))
+            made.register_parameter(name, nn.Parameter(wrapped))
+        return made
+
+    averager, other = LatestWeightAverager(k=2), LatestWeightAverager(k=1)
+    averager.collect(model(1.0, 2.0))
+    averager.collect(live := model(3.0, 6.0))
+    other.collect(second := model(7.0, 8.0))
+    assert {n: t.tolist() for n, t in averager.average().items()} == {"a": [2, 2], "b": [4, 4]}
+    with averager.swapped_into(live), other.swapped_into(second):  # another model: no nesting
+        assert [p.a.tolist() for p in live.parameters()] == [[2, 2], [4, 4]]
+    assert [p.b.tolist() for p in live.parameters()] == [[3, 3], [6, 6]]
 
 
 def test_a_tied_average_fills_an_untied_model() -> None:
