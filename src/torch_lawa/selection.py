@@ -356,7 +356,9 @@ def _check(name: str, tensor: Tensor) -> None:
         problem = "is not initialised yet (a lazy layer): run one forward pass first"
     elif tensor.is_meta:
         problem = "is on the meta device and has no values: materialise the model first"
-    elif tensor.layout != torch.strided or tensor.is_quantized:
+    elif tensor.layout != torch.strided:
         problem = f"has layout {tensor.layout}: only dense tensors can be averaged"
+    elif tensor.is_quantized or tensor.is_nested:
+        problem = f"is {'quantized' if tensor.is_quantized else 'nested'}: it cannot be averaged"
     if problem:
         raise LayoutError(f"tensor {name!r} {problem}.")

@@ -364,6 +364,10 @@ def test_prefixes_of_state_dicts() -> None:
     assert set(averager.average()) == {"module.a", "b"}
 
 
+_ONES_AS_QINT8 = torch.ones(2), 0.1, 0, torch.qint8
+
+
+@pytest.mark.filterwarnings("ignore:.*(nested|quantize)")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -374,6 +378,8 @@ def test_prefixes_of_state_dicts() -> None:
         (lambda s: s.update(w=[1.0, 2.0]), r"'w' is of type list, not a tensor"),
         (lambda s: s.update(w=torch.ones(2, device="meta")), r"'w' is on the meta device"),
         (lambda s: s.update(w=torch.eye(2).to_sparse()), r"'w' has layout torch.sparse"),
+        (lambda s: s.update(w=torch.quantize_per_tensor(*_ONES_AS_QINT8)), r"'w' is quantized"),
+        (lambda s: s.update(w=torch.nested.nested_tensor([[1.0]])), r"'w' is nested"),
     ],
 )
 def test_a_model_that_changed_is_an_error_that_names_the_tensor(change, message) -> None:  # type: ignore[no-untyped-def]
