@@ -5,6 +5,7 @@ weights appear once, under their first name; the other names are recorded as tie
 is represented by its local shard, a parameter whose master is elsewhere by that master.
 """
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -234,11 +235,12 @@ def live_shardings(model: nn.Module) -> dict[str, Sharding]:
 
 
 def write_into(target: Tensor, source: Tensor) -> None:
-    """`target.copy_(source)`, also for a `target` whose memory overlaps (an expanded buffer)."""
+    """`target.copy_(source)`, also for an expanded `target`, and for one made in inference mode."""
     for dim, stride in enumerate(target.stride()):
         if stride == 0 and target.shape[dim] > 1:
             target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
-    target.copy_(source)
+    with torch.inference_mode() if target.is_inference() else contextlib.nullcontext():
+        target.copy_(source)
 
 
 def unwrap(module: nn.Module) -> nn.Module:

@@ -269,7 +269,8 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy many tensors, in one call per device and dtype."""
     groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
-        if 0 in target.stride() or target.is_conj() or target.is_neg():
+        odd = target.is_conj() or target.is_neg() or target.is_inference()
+        if odd or 0 in target.stride():
             write_into(target, source)
             continue
         group = groups.setdefault((target.device, target.dtype), ([], []))

@@ -1,6 +1,7 @@
 """Lending the mean to a model: always returned, nothing rebound, nothing nested."""
 
 import contextlib
+import copy
 import gc
 import threading
 from collections.abc import Callable
@@ -114,6 +115,46 @@ def test_tensors_whose_memory_has_the_conjugate(
     with averager.swapped_into(model):
         assert_same_state(state(model), collected)
     assert_same_state(state(model), before)
+
+
+class Recomputing(nn.Linear):
+    """Replaces a buffer in each forward pass, as rotary embeddings do."""
+
+    def __init__(self, *, persistent: bool) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("cache", torch.zeros(3), persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache = self.cache + 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_buffers_that_were_replaced_in_inference_mode(persistent: bool) -> None:
+    model = nn.Sequential(Recomputing(persistent=persistent), nn.Linear(2, 2))
+    averager = LatestWeightAverager(k=1)
+    for _ in range(3):
+        averager.collect(model)
+        collected = state(model)
+        shake(model)
+        before, value = state(model), model[0].cache.clone()
+        with averager.swapped_into(model):
+            assert_same_state(state(model), collected)
+            with torch.inference_mode():
+                model(torch.ones(1, 2))
+        assert_same_state(state(model), before)
+        assert torch.equal(model[0].cache, value)
+        assert model[0].cache.is_inference()
+
+
+def test_a_copy_made_in_inference_mode_holds_the_mean() -> None:
+    model, averager = trained()
+    with torch.inference_mode():
+        served = copy.deepcopy(model)
+    before = state(served)
+    with averager.swapped_into(served):
+        assert_same_state(state(served), averager.average())
+    assert_same_state(state(served), before)
 
 
 def test_nesting_is_refused_and_harmless() -> None:
