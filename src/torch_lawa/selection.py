@@ -156,11 +156,14 @@ class Selector:
         excluded: list[str] = []
         ties: dict[str, str] = {}
         names: dict[object, list[str]] = {}  # the names of each tensor: more than one if tied
+        trained: set[object] = set()  # by any of their names
         identities = []
-        for name, tensor, _ in walked:
+        for name, tensor, kind in walked:
             _check(name, tensor)
             identities.append(_identity(tensor))
             names.setdefault(identities[-1], []).append(name)
+            if kind == "trained" or (kind == "buffer" and self.buffers == "average"):
+                trained.add(identities[-1])
         self._check_patterns([name for name, _, _ in walked])
         for i, (name, tensor, kind) in enumerate(walked):
             first, *others = names[identities[i]]
@@ -171,8 +174,7 @@ class Selector:
             left_out = inexact and not self._included([first, *others])
             if left_out:
                 excluded.append(name)
-            trained = kind == "trained" or (kind == "buffer" and self.buffers == "average")
-            if inexact and trained and not left_out:
+            if inexact and identities[i] in trained and not left_out:
                 averaged[name] = i
             elif kind == "frozen" and self.frozen == "omit":
                 omitted[name] = i

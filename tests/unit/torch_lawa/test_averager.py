@@ -142,6 +142,24 @@ def test_wrapper_subclasses_are_not_tied_because_they_have_no_address() -> None:
     assert [p.b.tolist() for p in live.parameters()] == [[3, 3], [6, 6]]
 
 
+@pytest.mark.parametrize("frozen", ["keep", "omit"])
+def test_memory_is_averaged_if_it_is_trained_under_any_name(
+    frozen: Literal["keep", "omit"],
+) -> None:
+    model, values = nn.ModuleDict({"first": nn.Module(), "second": nn.Module()}), torch.zeros(2, 3)
+    model["first"].register_buffer("view", values[0])
+    model["first"].register_parameter("frozen", nn.Parameter(values[1], requires_grad=False))
+    model["second"].register_parameter("a", nn.Parameter(values[0]))
+    model["second"].register_parameter("b", nn.Parameter(values[1]))
+    averager = LatestWeightAverager(k=2, frozen=frozen)
+    for value in (1.0, 3.0):
+        values.fill_(value)
+        averager.collect(model)
+    average = averager.average()
+    assert len(average) == 4
+    assert all(tensor.tolist() == [2, 2, 2] for tensor in average.values())
+
+
 def test_a_tied_average_fills_an_untied_model() -> None:
     model, untied = Tied(), Tied()
     untied.head.weight = nn.Parameter(torch.zeros(5, 3))
