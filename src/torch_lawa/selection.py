@@ -220,9 +220,8 @@ def _any_match(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 def live_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Canonical name -> live tensor (or its local shard); tied tensors once."""
-    reshard(model)
     found: dict[object, tuple[str, Tensor]] = {}
-    for name, tensor, _ in _of_module(model, masters_of(model)):
+    for name, tensor, _ in _live(model):
         _check(name, tensor)
         found.setdefault(_identity(tensor), (name, local(tensor)))
     return dict(found.values())
@@ -230,10 +229,18 @@ def live_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def live_shardings(model: nn.Module) -> dict[str, Sharding]:
     """Canonical name -> what the tensor is a shard of, for sharded tensors."""
-    reshard(model)
-    walked = _of_module(model, masters_of(model))
-    found = {name: sharding_of(tensor) for name, tensor, _ in walked}
+    found = {name: sharding_of(tensor) for name, tensor, _ in _live(model)}
     return {name: sharding for name, sharding in found.items() if sharding is not None}
+
+
+def _live(model: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
+    if not isinstance(model, nn.Module):
+        raise LayoutError(
+            f"expected a module, got {type(model).__name__}: weights are swapped into the model "
+            "itself; averager.average() returns a state dict."
+        )
+    reshard(model)
+    return _of_module(model, masters_of(model))
 
 
 def write_into(target: Tensor, source: Tensor) -> None:

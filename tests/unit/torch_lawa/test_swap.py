@@ -309,6 +309,14 @@ def test_another_models_tensors_are_named() -> None:
         averager.swapped_into(whole)
 
 
+@pytest.mark.parametrize("way", ["swapped_into", "sampled_into"])
+def test_only_a_model_can_hold_the_mean(way: str) -> None:
+    model, averager = trained()
+    options = {"seed": 0} if way == "sampled_into" else {}
+    with pytest.raises(LayoutError, match=r"got OrderedDict.*averager.average\(\)"):
+        getattr(averager, way)(model.state_dict(), **options)
+
+
 def test_a_smaller_window_can_be_swapped_in() -> None:
     model, averager = trained(k=3)
     with averager.swapped_into(model, k=2):
