@@ -362,14 +362,14 @@ def _identity(tensor: Tensor) -> object:
 
 def _check(name: str, tensor: Tensor) -> None:
     check_own_weights(name, tensor)
-    problem = None
+    problem, dense = None, "only dense tensors are collected; give such a buffer persistent=False"
     if is_lazy(tensor):
         problem = "is not initialised yet (a lazy layer): run one forward pass first"
     elif tensor.is_meta:
         problem = "is on the meta device and has no values: materialise the model first"
     elif tensor.layout != torch.strided:
-        problem = f"has layout {tensor.layout}: only dense tensors can be averaged"
+        problem = f"has layout {tensor.layout}: {dense}"
     elif tensor.is_quantized or tensor.is_nested:
-        problem = f"is {'quantized' if tensor.is_quantized else 'nested'}: it cannot be averaged"
+        problem = f"is {'quantized' if tensor.is_quantized else 'nested'}: {dense}"
     if problem:
         raise LayoutError(f"tensor {name!r} {problem}.")

@@ -210,7 +210,8 @@ class _Swap(AbstractContextManager[None]):
             if buffer is not None
         ]
         for _, _, buffer in buffers:
-            found.setdefault(id(local(buffer)), (local(buffer), None))
+            if _is_plain(buffer):
+                found.setdefault(id(local(buffer)), (local(buffer), None))
         touched = [tensor for tensor, _ in found.values()]
         with ordinary_mode():
             before = [_memory_for(tensor, offered) for tensor, offered in found.values()]
@@ -226,13 +227,25 @@ class _Swap(AbstractContextManager[None]):
                 for owner, name, buffer in buffers:
                     # `model.half()` and the like replace the buffer by another tensor.
                     now = owner.get(name)
-                    if now is not None and now is not buffer and now.shape == buffer.shape:
+                    if now is None or now is buffer:
+                        continue
+                    if not _is_plain(buffer):
+                        owner[name] = buffer
+                    elif _is_plain(now) and now.shape == buffer.shape:
                         write_into(local(now), values[id(local(buffer))])
                 if masters is not None:
                     masters.share_copies()
             _clear_autocast_cache()
 
         return restore
+
+
+def _is_plain(buffer: Tensor) -> bool:
+    """Whether its values can be copied: it is neither sparse nor nested.
+
+    A module may have other buffers, such as the adjacency of a graph, if they are not persistent.
+    """
+    return buffer.layout == torch.strided and not buffer.is_nested
 
 
 def _memory_for(tensor: Tensor, offered: Tensor | None) -> Tensor:

@@ -117,6 +117,30 @@ def test_tensors_whose_memory_has_the_conjugate(
     assert_same_state(state(model), before)
 
 
+@pytest.mark.filterwarnings("ignore:.*(Sparse|nested)")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    ],
+    ids=["sparse", "csr", "nested"],
+)
+def test_buffers_without_plain_values(make: Callable[[], torch.Tensor]) -> None:
+    """Such as the adjacency of a graph. They must not be persistent."""
+    model, averager = trained()
+    model.register_buffer("graph", graph := make(), persistent=False)
+    model.register_buffer("dense", torch.ones(3, 3), persistent=False)
+    before = state(model)
+    with averager.swapped_into(model):
+        assert_same_state(state(model), averager.average())
+        model.graph = make()
+        model.dense = make()
+    assert_same_state(state(model), before)
+    assert model.graph is graph
+
+
 class Recomputing(nn.Linear):
     """Replaces a buffer in each forward pass, as rotary embeddings do."""
 
