@@ -226,7 +226,8 @@ class _Swap(AbstractContextManager[None]):
                 _copy(touched, before)
                 for owner, name, buffer in buffers:
                     # `model.half()` and the like replace the buffer by another tensor.
-                    now = owner.get(name)
+                    # The table of a TorchScript module has no `get`.
+                    now = owner[name] if name in owner else None  # noqa: SIM401
                     if now is None or now is buffer:
                         continue
                     if not _is_plain(buffer):

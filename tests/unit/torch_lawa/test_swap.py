@@ -312,6 +312,16 @@ def test_buffers_that_were_replaced_inside_return() -> None:
     assert_same_state(state(model), before)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_scripted_model_is_restored() -> None:
+    model, averager = trained()
+    scripted = torch.jit.script(model)
+    before = state(scripted)
+    with averager.swapped_into(scripted):
+        assert_same_state(state(scripted), averager.average())
+    assert_same_state(state(scripted), before)
+
+
 def test_refused_before_anything_was_collected() -> None:
     with pytest.raises(NotReadyError, match="0 of 2 snapshots"):
         LatestWeightAverager(k=2).swapped_into(nn.Linear(1, 1))
