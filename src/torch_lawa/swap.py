@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from torch_lawa.errors import LayoutError, SwapError
 from torch_lawa.masters import Masters, masters_of
@@ -153,7 +154,7 @@ class _Swap(AbstractContextManager[None]):
                 self._write()
                 if self._masters is not None:
                     self._masters.round_into_copies()
-            _clear_autocast_cache()
+            _clear_caches()
             return  # here, so that nothing is left to interrupt
         except BaseException:
             self.__exit__()
@@ -236,7 +237,7 @@ class _Swap(AbstractContextManager[None]):
                         write_into(local(now), values[id(local(buffer))])
                 if masters is not None:
                     masters.share_copies()
-            _clear_autocast_cache()
+            _clear_caches()
 
         return restore
 
@@ -258,13 +259,14 @@ def _memory_for(tensor: Tensor, offered: Tensor | None) -> Tensor:
     return torch.empty_like(tensor, requires_grad=False)
 
 
-def _clear_autocast_cache() -> None:
-    """Inside `torch.autocast`, drop its low-precision copies of weights that have just changed.
+def _clear_caches() -> None:
+    """Drop what `torch.autocast` and `parametrize.cached` computed from the weights before.
 
-    Autocast caches one per parameter until its outermost block ends and does not notice `copy_`:
-    the model would continue to use the weights from before.
+    Inside such a block they keep low-precision copies, or parametrized weights, until its end, and
+    do not notice `copy_`: the model would continue to use the weights from before.
     """
     torch.clear_autocast_cache()
+    parametrize._cache.clear()
 
 
 def _wait_for_copies(tensors: Iterable[Tensor]) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.models import assert_same_state, shake, small_net
 from torch import nn
+from torch.nn.utils import parametrize
 
 from torch_lawa import LatestWeightAverager, recalibrate_batch_norm, swap
 from torch_lawa.errors import LayoutError, NotReadyError, SwapError
@@ -266,9 +267,7 @@ def test_two_threads_do_not_lend_at_once() -> None:
         assert_same_state(state(model), before)
 
 
-@pytest.mark.parametrize(
-    "moment", ["reshard", "_wait_for_copies", "_copy", "_clear_autocast_cache"]
-)
+@pytest.mark.parametrize("moment", ["reshard", "_wait_for_copies", "_copy", "_clear_caches"])
 def test_an_interrupt_while_weights_return_does_not_stop_them(
     monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -421,6 +420,22 @@ def test_autocast_does_not_go_on_with_the_weights_before(grad: bool) -> None:
         with averager.swapped_into(model):
             assert torch.equal(model(x), swapped)
         assert torch.equal(model(x), raw)
+
+
+def test_parametrizations_do_not_go_on_with_the_weights_before() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    parametrize.register_parametrization(model, "weight", nn.ReLU())
+    averager = LatestWeightAverager(k=1)
+    outputs, x = [], torch.ones(1, 1)
+    with torch.no_grad(), parametrize.cached():
+        model.parametrizations.weight.original.fill_(2.0)
+        averager.collect(model)
+        model.parametrizations.weight.original.fill_(5.0)
+        outputs.append(model(x).item())
+        with averager.swapped_into(model):
+            outputs.append(model(x).item())
+        outputs.append(model(x).item())
+    assert outputs == [5.0, 2.0, 5.0]
 
 
 def test_the_gpu_is_done_with_page_locked_weights_before_they_change(
