@@ -48,9 +48,10 @@ _WRAPPERS = {
 _WRAPPED_BY = ("torch.", "deepspeed.")
 _wrapper_attributes: dict[type[nn.Module], str | None] = {}
 
-# What must be unchanged for a tensor to count as the one seen before. Its strides may change:
-# copying goes by position.
-_Seen = tuple["ref[Tensor]", int, torch.Size, torch.dtype, bool]
+# What must be unchanged for a tensor of a model to count as the one seen before. Its strides may
+# change: copying goes by position. No weak reference: PyTorch could not convert the tensor any more
+# (`torch.utils.swap_tensors`).
+_Seen = tuple[int, int, torch.Size, torch.dtype, bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +115,7 @@ class Selector:
     ) -> None:
         self.buffers, self.frozen = buffers, frozen
         self.include, self.exclude = _patterns("include", include), _patterns("exclude", exclude)
+        self._model: ref[nn.Module] | None = None  # what was seen last
         self._seen: list[_Seen] | None = None
         self._version = 0  # counts how often the tensors were sorted
         self._positions: list[dict[str, int]] = []
@@ -129,8 +131,10 @@ class Selector:
             if masters is not None:
                 found = [masters.of(tensor) for tensor in found]
             tensors = [local(tensor) for tensor in found]
-            if not _unchanged(tensors, self._seen):
+            same = self._model is not None and self._model() is unwrap(source)
+            if not same or not _unchanged(tensors, self._seen):
                 self._sort(list(_of_module(source, masters)))
+                self._model = ref(unwrap(source))
                 self._seen = [_note(tensor) for tensor in tensors]
         elif isinstance(source, Mapping):
             walked = list(_of_mapping(source))
@@ -316,7 +320,7 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _note(tensor: Tensor) -> _Seen:
-    return ref(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.requires_grad
+    return id(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.requires_grad
 
 
 def _unchanged(tensors: list[Tensor], seen: list[_Seen] | None) -> bool:
@@ -327,12 +331,12 @@ def _unchanged(tensors: list[Tensor], seen: list[_Seen] | None) -> bool:
     if seen is None or len(tensors) != len(seen):
         return False
     return all(
-        same() is tensor
+        identity == id(tensor)
         and tensor.data_ptr() == address
         and tensor.shape == shape
         and tensor.dtype == dtype
         and tensor.requires_grad == trained
-        for tensor, (same, address, shape, dtype, trained) in zip(tensors, seen, strict=True)
+        for tensor, (identity, address, shape, dtype, trained) in zip(tensors, seen, strict=True)
     )
 
 

@@ -142,6 +142,22 @@ def test_wrapper_subclasses_are_not_tied_because_they_have_no_address() -> None:
     assert [p.b.tolist() for p in live.parameters()] == [[3, 3], [6, 6]]
 
 
+def test_a_model_that_was_collected_can_be_converted() -> None:
+    """PyTorch refuses to swap tensors that have weak references."""
+    model, averager = nn.Module(), LatestWeightAverager()
+    model.register_parameter("w", nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2))))
+    averager.collect(model)
+    assert model.double().w.dtype == torch.float64
+
+
+def test_another_model_in_the_memory_of_one_that_is_gone() -> None:
+    averager = LatestWeightAverager(k=1)
+    for i in range(50):
+        averager.reset()
+        averager.collect(nn.ModuleDict({f"layer{i}": nn.Linear(2, 2)}))
+        assert list(averager.average()) == [f"layer{i}.weight", f"layer{i}.bias"]
+
+
 @pytest.mark.parametrize("frozen", ["keep", "omit"])
 def test_memory_is_averaged_if_it_is_trained_under_any_name(
     frozen: Literal["keep", "omit"],
