@@ -176,9 +176,12 @@ def test_memory_is_averaged_if_it_is_trained_under_any_name(
     assert all(tensor.tolist() == [2, 2, 2] for tensor in average.values())
 
 
-def test_a_tied_average_fills_an_untied_model() -> None:
+@pytest.mark.parametrize("zeros", [torch.zeros(5, 3), torch.zeros(5, 1).expand(5, 3)])
+def test_a_tied_average_fills_an_untied_model(zeros: torch.Tensor) -> None:
     model, untied = Tied(), Tied()
-    untied.head.weight = nn.Parameter(torch.zeros(5, 3))
+    untied.head.weight = nn.Parameter(zeros)
+    with torch.no_grad():
+        model.embedding.weight.fill_(2.0)
     averager = LatestWeightAverager(k=1)
     averager.collect(model)
     with averager.swapped_into(untied):
