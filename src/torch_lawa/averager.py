@@ -16,7 +16,14 @@ from torch_lawa.errors import StateError
 from torch_lawa.mutex import one_at_a_time
 from torch_lawa.ranks.agreement import check_same_call, check_same_decision
 from torch_lawa.schedule import Every, Horizon, Schedule, check_window, choose_schedule
-from torch_lawa.selection import BufferRule, FrozenRule, Selector, live_shardings, live_tensors
+from torch_lawa.selection import (
+    BufferRule,
+    FrozenRule,
+    Selector,
+    live_shardings,
+    live_tensors,
+    write_into,
+)
 from torch_lawa.stores.base import Counters, Snapshot, Store
 from torch_lawa.stores.memory import DeviceStore, HostStore
 from torch_lawa.swag import Draw
@@ -357,7 +364,7 @@ class LatestWeightAverager:
         return self._swapped(model, n, lambda to, n: window.sample_into(to, n, draw))
 
     def _swapped(
-        self, model: nn.Module, n: int, write_into: Callable[[Mapping[str, Tensor], int], None]
+        self, model: nn.Module, n: int, fill: Callable[[Mapping[str, Tensor], int], None]
     ) -> AbstractContextManager[None]:
         live, window = live_tensors(model), self._window
         used = swap_targets(live, window.averaged.signature(), window.kept.signature())
@@ -366,9 +373,9 @@ class LatestWeightAverager:
 
         def write() -> None:
             with self._lock:  # it may have been reset since
-                write_into(used, self._window_size(n))
+                fill(used, self._window_size(n))
             for alias, name in untied.items():
-                live[alias].copy_(used[name])
+                write_into(live[alias], used[name])
 
         touched = {**used, **{alias: live[alias] for alias in untied}}
         return swapped(model, touched, write, window.idle_memory())

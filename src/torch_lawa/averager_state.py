@@ -31,6 +31,8 @@ _LIST, _SLOTS = 1, 2  # versions
 def pack(counters: Counters, window: Window) -> dict[str, Any]:
     """The list form: named tensors per snapshot, for any layout, device or store."""
     contents, block = window.contents(), window.sampled()
+    # Samples without a snapshot: names and shapes, to tell frozen tensors from new ones.
+    kept = contents[-1].kept if contents else {} if block is None else window.kept.zeros()
     return {
         "version": _LIST,
         "k": window.k,
@@ -39,7 +41,7 @@ def pack(counters: Counters, window: Window) -> dict[str, Any]:
             {"index": c.snapshot.index, "step": c.snapshot.step, "tensors": dict(c.averaged)}
             for c in contents
         ],
-        "kept": dict(contents[-1].kept) if contents else {},
+        "kept": dict(kept),
         "dtypes": _dtype_names(window),
         "ties": dict(window.ties),
         "excluded": list(window.excluded),
@@ -159,7 +161,7 @@ def unpack(state: Mapping[str, Any], window: Window) -> SavedWindow:
             f"the saved averager state is damaged ({error!r}): load the checkpoint again."
         ) from None
     _check_tensors(contents, dtypes, kept, block)
-    return SavedWindow(contents, dtypes, ties, excluded, block, counters)
+    return SavedWindow(contents, dtypes, ties, excluded, kept, block, counters)
 
 
 def _block(state: Mapping[str, Any], notes: Mapping[str, Any]) -> Block | None:

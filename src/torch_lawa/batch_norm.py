@@ -100,8 +100,8 @@ class _Seen:
         # One sum per value; one total (the number of examples) per statistic, two per layer.
         device = self._statistics[0].device
         self._sums = torch.zeros(sum(self._lengths), dtype=torch.float64, device=device)
-        self._totals = torch.zeros(len(self._lengths), dtype=torch.float64)
-        self._calls = torch.zeros(len(layers), dtype=torch.int64)
+        self._totals = torch.zeros(len(self._lengths), dtype=torch.float64, device="cpu")
+        self._calls = torch.zeros(len(layers), dtype=torch.int64, device="cpu")
 
     def add(self, run: Callable[[], Any], size: int) -> None:
         """Run one batch of `size` examples, and add each layer's statistics of it."""
@@ -160,7 +160,8 @@ class _Seen:
         return torch.stack([count.to(self._sums.device) for count in tracked]).cpu()
 
     def _by_value(self, numbers: Tensor) -> Tensor:
-        return numbers.repeat_interleave(torch.tensor(self._lengths)).to(self._sums.device)
+        lengths = torch.tensor(self._lengths, device="cpu")
+        return numbers.repeat_interleave(lengths).to(self._sums.device)
 
 
 @contextlib.contextmanager

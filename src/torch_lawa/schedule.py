@@ -106,9 +106,10 @@ class Schedule(abc.ABC):
         found = {}
         for name, own in self.state_dict().items():
             try:
-                found[name] = (
-                    type(own)(state[name]) if isinstance(own, int | float) else state[name]
-                )
+                value = state[name]
+                # A float stays one, also if the field began as `0`.
+                convert = isinstance(own, int | float) and not isinstance(value, float)
+                found[name] = type(own)(value) if convert else value
             except (KeyError, TypeError, ValueError):
                 raise StateError(
                     f"the saved schedule has no usable {name!r}, which {type(self).__name__} needs:"

@@ -5,6 +5,7 @@ weights appear once, under their first name; the other names are recorded as tie
 is represented by its local shard, a parameter whose master is elsewhere by that master.
 """
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -47,9 +48,10 @@ _WRAPPERS = {
 _WRAPPED_BY = ("torch.", "deepspeed.")
 _wrapper_attributes: dict[type[nn.Module], str | None] = {}
 
-# What must be unchanged for a tensor to count as the one seen before. Its strides may change:
-# copying goes by position.
-_Seen = tuple["ref[Tensor]", int, torch.Size, torch.dtype, bool]
+# What must be unchanged for a tensor of a model to count as the one seen before. Its strides may
+# change: copying goes by position. No weak reference: PyTorch could not convert the tensor any more
+# (`torch.utils.swap_tensors`).
+_Seen = tuple[int, int, torch.Size, torch.dtype, bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +115,7 @@ class Selector:
     ) -> None:
         self.buffers, self.frozen = buffers, frozen
         self.include, self.exclude = _patterns("include", include), _patterns("exclude", exclude)
+        self._model: ref[nn.Module] | None = None  # what was seen last
         self._seen: list[_Seen] | None = None
         self._version = 0  # counts how often the tensors were sorted
         self._positions: list[dict[str, int]] = []
@@ -128,8 +131,10 @@ class Selector:
             if masters is not None:
                 found = [masters.of(tensor) for tensor in found]
             tensors = [local(tensor) for tensor in found]
-            if not _unchanged(tensors, self._seen):
+            same = self._model is not None and self._model() is unwrap(source)
+            if not same or not _unchanged(tensors, self._seen):
                 self._sort(list(_of_module(source, masters)))
+                self._model = ref(unwrap(source))
                 self._seen = [_note(tensor) for tensor in tensors]
         elif isinstance(source, Mapping):
             walked = list(_of_mapping(source))
@@ -155,11 +160,14 @@ class Selector:
         excluded: list[str] = []
         ties: dict[str, str] = {}
         names: dict[object, list[str]] = {}  # the names of each tensor: more than one if tied
+        trained: set[object] = set()  # by any of their names
         identities = []
-        for name, tensor, _ in walked:
+        for name, tensor, kind in walked:
             _check(name, tensor)
             identities.append(_identity(tensor))
             names.setdefault(identities[-1], []).append(name)
+            if kind == "trained" or (kind == "buffer" and self.buffers == "average"):
+                trained.add(identities[-1])
         self._check_patterns([name for name, _, _ in walked])
         for i, (name, tensor, kind) in enumerate(walked):
             first, *others = names[identities[i]]
@@ -170,8 +178,7 @@ class Selector:
             left_out = inexact and not self._included([first, *others])
             if left_out:
                 excluded.append(name)
-            trained = kind == "trained" or (kind == "buffer" and self.buffers == "average")
-            if inexact and trained and not left_out:
+            if inexact and identities[i] in trained and not left_out:
                 averaged[name] = i
             elif kind == "frozen" and self.frozen == "omit":
                 omitted[name] = i
@@ -217,9 +224,8 @@ def _any_match(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 def live_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Canonical name -> live tensor (or its local shard); tied tensors once."""
-    reshard(model)
     found: dict[object, tuple[str, Tensor]] = {}
-    for name, tensor, _ in _of_module(model, masters_of(model)):
+    for name, tensor, _ in _live(model):
         _check(name, tensor)
         found.setdefault(_identity(tensor), (name, local(tensor)))
     return dict(found.values())
@@ -227,18 +233,27 @@ def live_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def live_shardings(model: nn.Module) -> dict[str, Sharding]:
     """Canonical name -> what the tensor is a shard of, for sharded tensors."""
-    reshard(model)
-    walked = _of_module(model, masters_of(model))
-    found = {name: sharding_of(tensor) for name, tensor, _ in walked}
+    found = {name: sharding_of(tensor) for name, tensor, _ in _live(model)}
     return {name: sharding for name, sharding in found.items() if sharding is not None}
 
 
+def _live(model: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
+    if not isinstance(model, nn.Module):
+        raise LayoutError(
+            f"expected a module, got {type(model).__name__}: weights are swapped into the model "
+            "itself; averager.average() returns a state dict."
+        )
+    reshard(model)
+    return _of_module(model, masters_of(model))
+
+
 def write_into(target: Tensor, source: Tensor) -> None:
-    """`target.copy_(source)`, also for a `target` whose memory overlaps (an expanded buffer)."""
+    """`target.copy_(source)`, also for an expanded `target`, and for one made in inference mode."""
     for dim, stride in enumerate(target.stride()):
         if stride == 0 and target.shape[dim] > 1:
             target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
-    target.copy_(source)
+    with torch.inference_mode() if target.is_inference() else contextlib.nullcontext():
+        target.copy_(source)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -305,7 +320,7 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _note(tensor: Tensor) -> _Seen:
-    return ref(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.requires_grad
+    return id(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.requires_grad
 
 
 def _unchanged(tensors: list[Tensor], seen: list[_Seen] | None) -> bool:
@@ -316,12 +331,12 @@ def _unchanged(tensors: list[Tensor], seen: list[_Seen] | None) -> bool:
     if seen is None or len(tensors) != len(seen):
         return False
     return all(
-        same() is tensor
+        identity == id(tensor)
         and tensor.data_ptr() == address
         and tensor.shape == shape
         and tensor.dtype == dtype
         and tensor.requires_grad == trained
-        for tensor, (same, address, shape, dtype, trained) in zip(tensors, seen, strict=True)
+        for tensor, (identity, address, shape, dtype, trained) in zip(tensors, seen, strict=True)
     )
 
 
@@ -342,21 +357,23 @@ def _identity(tensor: Tensor) -> object:
     """Equal for tensors that view the same memory in the same way.
 
     A sharded tensor is identified by its DTensor: its local shard may be empty, and ties must be
-    the same on every rank.
+    the same on every rank. Subclasses that wrap other tensors have no address, and all say 0.
     """
-    if is_sharded(tensor) or tensor.numel() == 0:
+    if is_sharded(tensor) or tensor.numel() == 0 or tensor.data_ptr() == 0:
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _check(name: str, tensor: Tensor) -> None:
     check_own_weights(name, tensor)
-    problem = None
+    problem, dense = None, "only dense tensors are collected; give such a buffer persistent=False"
     if is_lazy(tensor):
         problem = "is not initialised yet (a lazy layer): run one forward pass first"
     elif tensor.is_meta:
         problem = "is on the meta device and has no values: materialise the model first"
-    elif tensor.layout != torch.strided or tensor.is_quantized:
-        problem = f"has layout {tensor.layout}: only dense tensors can be averaged"
+    elif tensor.layout != torch.strided:
+        problem = f"has layout {tensor.layout}: {dense}"
+    elif tensor.is_quantized or tensor.is_nested:
+        problem = f"is {'quantized' if tensor.is_quantized else 'nested'}: {dense}"
     if problem:
         raise LayoutError(f"tensor {name!r} {problem}.")

@@ -191,7 +191,7 @@ class MeshSharding(Sharding):
         for dim, size in enumerate(self.shape):
             line = [1] * len(self.shape)
             line[dim] = size
-            indices = torch.arange(size).view(line)
+            indices = torch.arange(size, device="cpu").view(line)
             for at, placement, parts in zip(
                 coordinate, self.placements, self.mesh.shape, strict=False
             ):

@@ -63,7 +63,7 @@ class Draw:
     ) -> Iterator[tuple[int, Tensor]]:
         """Turn float64 blocks of the mean of flat snapshots into blocks of the sample, in place."""
         n = len(snapshots)
-        z2 = normal_numbers(_key(self.seed), torch.arange(n)).tolist()
+        z2 = normal_numbers(_key(self.seed), torch.arange(n, device="cpu")).tolist()
         numbers = [_Numbers(entry, group, self) for entry in group.entries if entry.numel]
         for start, mean in means:
             stop = start + mean.numel()

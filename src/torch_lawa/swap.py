@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from torch_lawa.errors import LayoutError, SwapError
 from torch_lawa.masters import Masters, masters_of
@@ -64,8 +65,10 @@ def _addresses(model: nn.Module | Mapping[str, Tensor]) -> frozenset[int]:
         tensors = [parameter for parameter in model.parameters() if parameter.requires_grad]
     elif isinstance(model, Mapping):
         tensors = [tensor for tensor in model.values() if isinstance(tensor, Tensor)]
-    # Empty tensors have no address, or share one with another tensor.
-    return frozenset(local(t).data_ptr() for t in tensors if not is_lazy(t) and local(t).numel())
+    # Empty tensors have no address, or share one with another tensor; subclasses that wrap other
+    # tensors all say 0.
+    found = [local(tensor) for tensor in tensors if not is_lazy(tensor)]
+    return frozenset(tensor.data_ptr() or id(tensor) for tensor in found if tensor.numel())
 
 
 def swap_targets(
@@ -151,7 +154,7 @@ class _Swap(AbstractContextManager[None]):
                 self._write()
                 if self._masters is not None:
                     self._masters.round_into_copies()
-            _clear_autocast_cache()
+            _clear_caches()
             return  # here, so that nothing is left to interrupt
         except BaseException:
             self.__exit__()
@@ -208,7 +211,8 @@ class _Swap(AbstractContextManager[None]):
             if buffer is not None
         ]
         for _, _, buffer in buffers:
-            found.setdefault(id(local(buffer)), (local(buffer), None))
+            if _is_plain(buffer):
+                found.setdefault(id(local(buffer)), (local(buffer), None))
         touched = [tensor for tensor, _ in found.values()]
         with ordinary_mode():
             before = [_memory_for(tensor, offered) for tensor, offered in found.values()]
@@ -223,14 +227,27 @@ class _Swap(AbstractContextManager[None]):
                 _copy(touched, before)
                 for owner, name, buffer in buffers:
                     # `model.half()` and the like replace the buffer by another tensor.
-                    now = owner.get(name)
-                    if now is not None and now is not buffer and now.shape == buffer.shape:
+                    # The table of a TorchScript module has no `get`.
+                    now = owner[name] if name in owner else None  # noqa: SIM401
+                    if now is None or now is buffer:
+                        continue
+                    if not _is_plain(buffer):
+                        owner[name] = buffer
+                    elif _is_plain(now) and now.shape == buffer.shape:
                         write_into(local(now), values[id(local(buffer))])
                 if masters is not None:
                     masters.share_copies()
-            _clear_autocast_cache()
+            _clear_caches()
 
         return restore
+
+
+def _is_plain(buffer: Tensor) -> bool:
+    """Whether its values can be copied: it is neither sparse nor nested.
+
+    A module may have other buffers, such as the adjacency of a graph, if they are not persistent.
+    """
+    return buffer.layout == torch.strided and not buffer.is_nested
 
 
 def _memory_for(tensor: Tensor, offered: Tensor | None) -> Tensor:
@@ -242,13 +259,14 @@ def _memory_for(tensor: Tensor, offered: Tensor | None) -> Tensor:
     return torch.empty_like(tensor, requires_grad=False)
 
 
-def _clear_autocast_cache() -> None:
-    """Inside `torch.autocast`, drop its low-precision copies of weights that have just changed.
+def _clear_caches() -> None:
+    """Drop what `torch.autocast` and `parametrize.cached` computed from the weights before.
 
-    Autocast caches one per parameter until its outermost block ends and does not notice `copy_`:
-    the model would continue to use the weights from before.
+    Inside such a block they keep low-precision copies, or parametrized weights, until its end, and
+    do not notice `copy_`: the model would continue to use the weights from before.
     """
     torch.clear_autocast_cache()
+    parametrize._cache.clear()
 
 
 def _wait_for_copies(tensors: Iterable[Tensor]) -> None:
@@ -267,7 +285,8 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy many tensors, in one call per device and dtype."""
     groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
-        if 0 in target.stride():
+        odd = target.is_conj() or target.is_neg() or target.is_inference()
+        if odd or 0 in target.stride():
             write_into(target, source)
             continue
         group = groups.setdefault((target.device, target.dtype), ([], []))

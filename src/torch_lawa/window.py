@@ -30,6 +30,7 @@ class SavedWindow:
     dtypes: dict[str, torch.dtype]  # of the averaged tensors in the model
     ties: dict[str, str]
     excluded: tuple[str, ...]
+    kept: dict[str, Tensor]  # zeros if there is no snapshot
     block: Block | None  # the samples after the newest snapshot
     counters: Counters
 
@@ -214,6 +215,8 @@ class Window:
                     f"{' that include and exclude select' if selection.excluded else ''}. "
                     "Pass the module that is being trained, or a state dict with its weights."
                 )
+            if sampled:
+                self._check_samples(selection)
             layouts = self._layouts(selection.averaged, selection.kept)
             if layouts != (self.averaged, self.kept):
                 self.store.open(*layouts, self.k)
@@ -329,8 +332,8 @@ class Window:
         if saved.contents:
             newest = saved.contents[-1]
             layouts = self._layouts(newest.averaged, newest.kept, saved.dtypes)
-        elif saved.block is not None and set(saved.block.total) != set(self.averaged.signature()):
-            layouts = self._layouts(saved.block.total, {}, saved.dtypes)
+        elif saved.block is not None:
+            layouts = self._layouts(saved.block.total, saved.kept, saved.dtypes)
         ties, excluded = saved.ties, list(saved.excluded)
         notes: Notes = {**saved.counters, "ties": ties, "excluded": excluded, "shards": ""}
         self.store.refill(*layouts, self.k, saved.contents[-self.k :], notes)
@@ -386,6 +389,16 @@ class Window:
             FlatLayout.of(averaged, storage_dtype=self.storage_dtype, packed=packed, dtypes=dtypes),
             FlatLayout.of(kept, packed=packed),
         )
+
+    def _check_samples(self, selection: Selection) -> None:
+        """Raise if the samples of the first snapshot are of another model.
+
+        Its tensors may have been frozen or unfrozen since.
+        """
+        sampled = self.averaged.signature()
+        others = {*self.kept.signature(), *selection.kept} - set(sampled)
+        kept = {n: (t.shape, t.dtype) for n, t in selection.all().items() if n in others}
+        _check_same(sampled, kept, (), selection)
 
     def _follow(self, selection: Selection) -> None:
         """Adapt the layouts to a model that was moved, or whose tensors were (un)frozen."""

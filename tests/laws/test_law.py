@@ -232,7 +232,10 @@ def test_a_default_device_is_none_of_its_business(kind: str, sliding: bool, fold
             averager.collect(state)
             if averager.ready:
                 average = averager.average()
+        sample = averager.sample(seed=0)
         other = LatestWeightAverager(k=2)
+        other.bind(states[0])
+        assert other.state_dict()["slots"]["0"]["w"].device.type == "cpu"
         other.load_state_dict(averager.state_dict())
         again = other.average()
         if kind == "disk":
@@ -240,6 +243,7 @@ def test_a_default_device_is_none_of_its_business(kind: str, sliding: bool, fold
             del averager
             again = make(kind, folder, [], k=2).average()
     expected = (states[-2]["w"].double() + states[-1]["w"].double()).div(2).float()
+    assert torch.equal(sample["w"], other.sample(seed=0)["w"])
     for result in (average, again):
         assert torch.equal(result["w"], expected)
         assert result["e"].device.type == "cpu"

@@ -16,7 +16,13 @@ from support.models import assert_same_state
 from torch import Tensor, nn
 
 from torch_lawa import Blend, DiskStore, Horizon, LatestWeightAverager, Recent
-from torch_lawa.errors import ConfigError, NonFiniteWarning, NotReadyError, StateError
+from torch_lawa.errors import (
+    ConfigError,
+    LayoutError,
+    NonFiniteWarning,
+    NotReadyError,
+    StateError,
+)
 from torch_lawa.stores.memory import HostStore
 
 TOLERANCE = {torch.float64: 1e-15, torch.float32: 1e-6, torch.bfloat16: 1e-2}
@@ -238,6 +244,48 @@ def test_samples_of_other_tensors_are_dropped_before_they_are_read(first: int) -
     averager_of(2, 4).load_state_dict(averager.state_dict())
     run.collect(averager, 4)
     assert averager.snapshot_steps[-1] == 4 * (first // 4) + 4
+
+
+@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize("num_samples", [2, 6])
+def test_samples_of_another_model_are_refused(slots: bool, bound: bool, num_samples: int) -> None:
+    """Also before the first snapshot."""
+    run, averager = Run(), averager_of(2, 4)
+    if slots:
+        averager.bind(run.model)
+    run.collect(averager, num_samples)
+    others = {
+        "'0.weight' has shape": nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)),
+        "no longer has it": nn.Sequential(nn.Linear(3, 2, bias=False), nn.BatchNorm1d(2)),
+        "'2.weight' is new": nn.Sequential(*run.model, nn.Linear(2, 1)),
+        "'0.weight' is torch.float64": copy.deepcopy(run.model).double(),
+    }
+    for problem, other in others.items():
+        resumed = averager_of(2, 4)
+        if bound:
+            resumed.bind(other)
+        resumed.load_state_dict(averager.state_dict())
+        with pytest.raises(LayoutError, match=problem):
+            resumed.collect(other)
+        run.collect(resumed, 2)  # nothing was lost
+        assert resumed.snapshot_steps[-1] == num_samples + 2
+
+
+@pytest.mark.parametrize("frozen_first", [False, True])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_sampling_starts_again_when_parameters_are_frozen(
+    frozen_first: bool, resumed: bool
+) -> None:
+    run, averager = Run(), averager_of(2, 4)
+    run.model[0].bias.requires_grad_(not frozen_first)
+    run.collect(averager, 2)
+    if resumed:
+        state, averager = averager.state_dict(), averager_of(2, 4)
+        averager.load_state_dict(state)
+    run.model[0].bias.requires_grad_(frozen_first)
+    run.collect(averager, 4)
+    assert averager.snapshot_steps == [6]
 
 
 def test_a_state_in_slots_is_loaded_without_samples() -> None:

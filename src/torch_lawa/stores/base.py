@@ -134,7 +134,9 @@ class FlatLayout:
 
     def zeros(self) -> dict[str, Tensor]:
         """Named tensors as they would be stored, all zeros, in host memory."""
-        flats = [torch.zeros(group.numel, dtype=group.stored) for group in self.groups]
+        flats = [
+            torch.zeros(group.numel, dtype=group.stored, device="cpu") for group in self.groups
+        ]
         return self.views(flats)
 
     def views(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -186,12 +188,17 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def flat_view(tensor: Tensor, entry: FlatEntry) -> Tensor | None:
-    """`tensor`'s memory as one dimension in the order of `entry`; None if that is not a view."""
+    """`tensor`'s memory as one dimension in the order of `entry`; None if that is not a view.
+
+    Nor if it could not be written: the memory may have the conjugate or the negative of the values
+    (`x.conj().imag`), and the tensor may be of inference mode.
+    """
 
     def order(stride: Sequence[int]) -> list[int]:
         return [s for s, n in zip(stride, entry.shape, strict=True) if n > 1]
 
-    if order(tensor.stride()) != order(entry.stride):
+    odd = tensor.is_conj() or tensor.is_neg() or tensor.is_inference()
+    if odd or order(tensor.stride()) != order(entry.stride):
         return None
     return tensor.as_strided((entry.numel,), (1,), tensor.storage_offset())
 

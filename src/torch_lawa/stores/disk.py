@@ -20,7 +20,8 @@ from torch_lawa.checkpoints.formats.safetensors import Header, read_header
 from torch_lawa.checkpoints.formats.safetensors_torch import spec_of
 from torch_lawa.checkpoints.storage.atomic import replacing, target_of
 from torch_lawa.checkpoints.storage.folder_lock import FolderLock
-from torch_lawa.errors import StoreError
+from torch_lawa.checkpoints.storage.paths import is_url
+from torch_lawa.errors import ConfigError, StoreError
 from torch_lawa.ranks.agreement import rank_and_size
 from torch_lawa.stores.base import (
     Content,
@@ -101,7 +102,10 @@ class DiskStore(Store):
 
     def __init__(self, folder: str | os.PathLike[str], *, per_process: bool = False) -> None:
         super().__init__()
-        self.folder = self._root = Path(folder)
+        if is_url(os.fspath(folder)):
+            raise ConfigError(f"{folder}: a DiskStore needs a folder on a local or mounted disk.")
+        # Absolute: the process may change its directory.
+        self.folder = self._root = Path(folder).absolute()
         self.per_process = per_process
         self._ranks = Ranks(0, 1)
         self._writer = WriterThread()

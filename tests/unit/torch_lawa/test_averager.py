@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from support.models import assert_same_state, shake, small_net
 from torch import nn
 from torch.nn.utils import parametrizations, prune
+from torch.testing._internal.two_tensor import TwoTensor
 
 from torch_lawa import DiskStore, Every, Explicit, Exponential, LatestWeightAverager, OnPlateau
 from torch_lawa.errors import ConfigError, LayoutError, NonFiniteWarning, NotReadyError
@@ -123,9 +124,64 @@ def test_tied_weights_are_averaged_once_and_stay_tied() -> None:
         assert model.head.weight is model.embedding.weight
 
 
-def test_a_tied_average_fills_an_untied_model() -> None:
+def test_wrapper_subclasses_are_not_tied_because_they_have_no_address() -> None:
+    def model(*values: float) -> nn.Module:
+        made = nn.Module()
+        for name, value in zip("ab", values, strict=True):
+            wrapped = TwoTensor(torch.full((2,), value), torch.full((2,), value))
+            made.register_parameter(name, nn.Parameter(wrapped))
+        return made
+
+    averager, other = LatestWeightAverager(k=2), LatestWeightAverager(k=1)
+    averager.collect(model(1.0, 2.0))
+    averager.collect(live := model(3.0, 6.0))
+    other.collect(second := model(7.0, 8.0))
+    assert {n: t.tolist() for n, t in averager.average().items()} == {"a": [2, 2], "b": [4, 4]}
+    with averager.swapped_into(live), other.swapped_into(second):  # another model: no nesting
+        assert [p.a.tolist() for p in live.parameters()] == [[2, 2], [4, 4]]
+    assert [p.b.tolist() for p in live.parameters()] == [[3, 3], [6, 6]]
+
+
+def test_a_model_that_was_collected_can_be_converted() -> None:
+    """PyTorch refuses to swap tensors that have weak references."""
+    model, averager = nn.Module(), LatestWeightAverager()
+    model.register_parameter("w", nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2))))
+    averager.collect(model)
+    assert model.double().w.dtype == torch.float64
+
+
+def test_another_model_in_the_memory_of_one_that_is_gone() -> None:
+    averager = LatestWeightAverager(k=1)
+    for i in range(50):
+        averager.reset()
+        averager.collect(nn.ModuleDict({f"layer{i}": nn.Linear(2, 2)}))
+        assert list(averager.average()) == [f"layer{i}.weight", f"layer{i}.bias"]
+
+
+@pytest.mark.parametrize("frozen", ["keep", "omit"])
+def test_memory_is_averaged_if_it_is_trained_under_any_name(
+    frozen: Literal["keep", "omit"],
+) -> None:
+    model, values = nn.ModuleDict({"first": nn.Module(), "second": nn.Module()}), torch.zeros(2, 3)
+    model["first"].register_buffer("view", values[0])
+    model["first"].register_parameter("frozen", nn.Parameter(values[1], requires_grad=False))
+    model["second"].register_parameter("a", nn.Parameter(values[0]))
+    model["second"].register_parameter("b", nn.Parameter(values[1]))
+    averager = LatestWeightAverager(k=2, frozen=frozen)
+    for value in (1.0, 3.0):
+        values.fill_(value)
+        averager.collect(model)
+    average = averager.average()
+    assert len(average) == 4
+    assert all(tensor.tolist() == [2, 2, 2] for tensor in average.values())
+
+
+@pytest.mark.parametrize("zeros", [torch.zeros(5, 3), torch.zeros(5, 1).expand(5, 3)])
+def test_a_tied_average_fills_an_untied_model(zeros: torch.Tensor) -> None:
     model, untied = Tied(), Tied()
-    untied.head.weight = nn.Parameter(torch.zeros(5, 3))
+    untied.head.weight = nn.Parameter(zeros)
+    with torch.no_grad():
+        model.embedding.weight.fill_(2.0)
     averager = LatestWeightAverager(k=1)
     averager.collect(model)
     with averager.swapped_into(untied):
@@ -345,6 +401,10 @@ def test_prefixes_of_state_dicts() -> None:
     assert set(averager.average()) == {"module.a", "b"}
 
 
+_ONES_AS_QINT8 = torch.ones(2), 0.1, 0, torch.qint8
+
+
+@pytest.mark.filterwarnings("ignore:.*(nested|quantize)")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -355,6 +415,8 @@ def test_prefixes_of_state_dicts() -> None:
         (lambda s: s.update(w=[1.0, 2.0]), r"'w' is of type list, not a tensor"),
         (lambda s: s.update(w=torch.ones(2, device="meta")), r"'w' is on the meta device"),
         (lambda s: s.update(w=torch.eye(2).to_sparse()), r"'w' has layout torch.sparse"),
+        (lambda s: s.update(w=torch.quantize_per_tensor(*_ONES_AS_QINT8)), r"'w' is quantized"),
+        (lambda s: s.update(w=torch.nested.nested_tensor([[1.0]])), r"'w' is nested"),
     ],
 )
 def test_a_model_that_changed_is_an_error_that_names_the_tensor(change, message) -> None:  # type: ignore[no-untyped-def]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import assert_same_state
 from torch import nn
 
 from torch_lawa import recalibrate_batch_norm
@@ -33,6 +34,14 @@ def test_statistics_are_the_average_weighted_by_batch_size(num_batches: int | No
     torch.testing.assert_close(model.running_mean.double(), mean, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(model.running_var.double(), var, rtol=1e-5, atol=1e-6)
     assert model.momentum == 0.3
+
+
+def test_a_default_device_is_none_of_its_business() -> None:
+    data, model, other = batches(16, 4), nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    recalibrate_batch_norm(model, data)
+    with torch.device("meta"):
+        recalibrate_batch_norm(other, data)
+    assert_same_state(other.state_dict(), model.state_dict())
 
 
 Pair = namedtuple("Pair", ["inputs", "labels"])

@@ -36,6 +36,25 @@ def test_expected_is_what_a_whole_run_gives(n: int, start: float, total: int) ->
     assert sum(map(schedule.due, range(1, total + 1))) == schedule.expected()
 
 
+def test_a_time_that_began_as_zero_is_resumed_exactly() -> None:
+    @dataclass
+    class EveryHours(Schedule):
+        hours: float = 1.5
+        last: float = field(default=0, init=False)
+
+        def due(self, step: int, loss: float | None = None) -> bool:
+            if 0.7 * step - self.last < self.hours:
+                return False
+            self.last = 0.7 * step
+            return True
+
+    first, resumed = EveryHours(), EveryHours()
+    for step in range(1, 10):
+        first.due(step)
+    resumed.load_state_dict(first.state_dict())
+    assert resumed.last == first.last == 0.7 * 9
+
+
 def test_every_needs_no_history() -> None:
     """A run that is resumed, or only asks now and then, collects where others do."""
     asked_late = Every(5)

@@ -1,8 +1,11 @@
 """Lending the mean to a model: always returned, nothing rebound, nothing nested."""
 
 import contextlib
+import copy
 import gc
 import threading
+from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.models import assert_same_state, shake, small_net
 from torch import nn
+from torch.nn.utils import parametrize
 
 from torch_lawa import LatestWeightAverager, recalibrate_batch_norm, swap
 from torch_lawa.errors import LayoutError, NotReadyError, SwapError
@@ -92,6 +96,90 @@ def test_buffers_that_repeat_their_memory() -> None:
     with averager.swapped_into(model):
         assert model.same.unique().tolist() == [1.0]
     assert_same_state(state(model), before)
+
+
+@pytest.mark.parametrize("buffers", ["newest", "average"])
+@pytest.mark.parametrize("view", [torch.Tensor.conj, lambda x: x.conj().imag], ids=["conj", "neg"])
+def test_tensors_whose_memory_has_the_conjugate(
+    view: Callable[[torch.Tensor], torch.Tensor], buffers: Literal["newest", "average"]
+) -> None:
+    model = nn.Linear(3, 2)
+    model.register_parameter("weighted", nn.Parameter(view(torch.randn(4, dtype=torch.cfloat))))
+    model.register_buffer("filter", view(torch.randn(4, dtype=torch.cfloat)))
+    averager = LatestWeightAverager(k=1, buffers=buffers)
+    averager.collect(model)
+    collected = state(model)
+    shake(model)
+    model.filter.mul_(2)
+    before = state(model)
+    assert_same_state(averager.average(), collected)
+    with averager.swapped_into(model):
+        assert_same_state(state(model), collected)
+    assert_same_state(state(model), before)
+
+
+@pytest.mark.filterwarnings("ignore:.*(Sparse|nested)")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    ],
+    ids=["sparse", "csr", "nested"],
+)
+def test_buffers_without_plain_values(make: Callable[[], torch.Tensor]) -> None:
+    """Such as the adjacency of a graph. They must not be persistent."""
+    model, averager = trained()
+    model.register_buffer("graph", graph := make(), persistent=False)
+    model.register_buffer("dense", torch.ones(3, 3), persistent=False)
+    before = state(model)
+    with averager.swapped_into(model):
+        assert_same_state(state(model), averager.average())
+        model.graph = make()
+        model.dense = make()
+    assert_same_state(state(model), before)
+    assert model.graph is graph
+
+
+class Recomputing(nn.Linear):
+    """Replaces a buffer in each forward pass, as rotary embeddings do."""
+
+    def __init__(self, *, persistent: bool) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("cache", torch.zeros(3), persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache = self.cache + 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_buffers_that_were_replaced_in_inference_mode(persistent: bool) -> None:
+    model = nn.Sequential(Recomputing(persistent=persistent), nn.Linear(2, 2))
+    averager = LatestWeightAverager(k=1)
+    for _ in range(3):
+        averager.collect(model)
+        collected = state(model)
+        shake(model)
+        before, value = state(model), model[0].cache.clone()
+        with averager.swapped_into(model):
+            assert_same_state(state(model), collected)
+            with torch.inference_mode():
+                model(torch.ones(1, 2))
+        assert_same_state(state(model), before)
+        assert torch.equal(model[0].cache, value)
+        assert model[0].cache.is_inference()
+
+
+def test_a_copy_made_in_inference_mode_holds_the_mean() -> None:
+    model, averager = trained()
+    with torch.inference_mode():
+        served = copy.deepcopy(model)
+    before = state(served)
+    with averager.swapped_into(served):
+        assert_same_state(state(served), averager.average())
+    assert_same_state(state(served), before)
 
 
 def test_nesting_is_refused_and_harmless() -> None:
@@ -179,9 +267,7 @@ def test_two_threads_do_not_lend_at_once() -> None:
         assert_same_state(state(model), before)
 
 
-@pytest.mark.parametrize(
-    "moment", ["reshard", "_wait_for_copies", "_copy", "_clear_autocast_cache"]
-)
+@pytest.mark.parametrize("moment", ["reshard", "_wait_for_copies", "_copy", "_clear_caches"])
 def test_an_interrupt_while_weights_return_does_not_stop_them(
     monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -225,6 +311,16 @@ def test_buffers_that_were_replaced_inside_return() -> None:
     assert_same_state(state(model), before)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_scripted_model_is_restored() -> None:
+    model, averager = trained()
+    scripted = torch.jit.script(model)
+    before = state(scripted)
+    with averager.swapped_into(scripted):
+        assert_same_state(state(scripted), averager.average())
+    assert_same_state(state(scripted), before)
+
+
 def test_refused_before_anything_was_collected() -> None:
     with pytest.raises(NotReadyError, match="0 of 2 snapshots"):
         LatestWeightAverager(k=2).swapped_into(nn.Linear(1, 1))
@@ -244,6 +340,14 @@ def test_another_models_tensors_are_named() -> None:
     whole[4].weight = nn.Parameter(torch.zeros(3, 144, dtype=torch.int8), requires_grad=False)
     with pytest.raises(LayoutError, match=r"torch.float32.* torch.int8"):
         averager.swapped_into(whole)
+
+
+@pytest.mark.parametrize("way", ["swapped_into", "sampled_into"])
+def test_only_a_model_can_hold_the_mean(way: str) -> None:
+    model, averager = trained()
+    options = {"seed": 0} if way == "sampled_into" else {}
+    with pytest.raises(LayoutError, match=r"got OrderedDict.*averager.average\(\)"):
+        getattr(averager, way)(model.state_dict(), **options)
 
 
 def test_a_smaller_window_can_be_swapped_in() -> None:
@@ -316,6 +420,22 @@ def test_autocast_does_not_go_on_with_the_weights_before(grad: bool) -> None:
         with averager.swapped_into(model):
             assert torch.equal(model(x), swapped)
         assert torch.equal(model(x), raw)
+
+
+def test_parametrizations_do_not_go_on_with_the_weights_before() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    parametrize.register_parametrization(model, "weight", nn.ReLU())
+    averager = LatestWeightAverager(k=1)
+    outputs, x = [], torch.ones(1, 1)
+    with torch.no_grad(), parametrize.cached():
+        model.parametrizations.weight.original.fill_(2.0)
+        averager.collect(model)
+        model.parametrizations.weight.original.fill_(5.0)
+        outputs.append(model(x).item())
+        with averager.swapped_into(model):
+            outputs.append(model(x).item())
+        outputs.append(model(x).item())
+    assert outputs == [5.0, 2.0, 5.0]
 
 
 def test_the_gpu_is_done_with_page_locked_weights_before_they_change(

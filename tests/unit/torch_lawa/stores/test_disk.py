@@ -43,6 +43,24 @@ def write(folder: Path, values: range, k: int = 3) -> LatestWeightAverager:
     return averager
 
 
+def test_a_process_may_change_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    averager = write(Path("window"), range(2))
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
+    averager.collect({"w": torch.full((4,), 5.0), "n": torch.tensor(5)})
+    assert averager.average(3)["w"].tolist() == [2.0] * 4
+    assert not list(elsewhere.iterdir())
+
+
+def test_a_url_is_no_folder() -> None:
+    """It would be a local folder named `s3:`."""
+    with pytest.raises(ConfigError, match=r"s3://bucket/window: .* local"):
+        DiskStore("s3://bucket/window")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("attempt", range(4))
 def test_killed_at_any_moment_the_window_is_whole(tmp_path: Path, attempt: int) -> None:
