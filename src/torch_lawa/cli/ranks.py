@@ -10,7 +10,7 @@ import click
 from torch_lawa.cli.progress import run_with_progress
 from torch_lawa.cli.signals import interrupt_once
 from torch_lawa.errors import ConfigError
-from torch_lawa.offline.engine import Meter, Stopped
+from torch_lawa.offline.threads import Meter, Stopped
 from torch_lawa.ranks.world import find_world
 
 if TYPE_CHECKING:

@@ -83,7 +83,7 @@ def command(
     trainer may delete it afterwards. The averages are the same as those of `lawa average`.
     """
     from torch_lawa.cli.ranks import require_one_process
-    from torch_lawa.offline.engine import BackgroundTask
+    from torch_lawa.offline.threads import BackgroundTask
     from torch_lawa.offline.watch.watcher import watch_run
 
     require_one_process("watching a run")

@@ -17,19 +17,13 @@ from torch_lawa.checkpoints.provenance import note_provenance, provenance
 from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import LayoutError
 from torch_lawa.garbage import paused_garbage_collection
-from torch_lawa.offline.engine import (
-    Meter,
-    default_threads,
-    in_threads,
-    refuse_damaged,
-    refusing_changes,
-    run,
-    whole,
-)
+from torch_lawa.offline.changes import refuse_damaged, refusing_changes
+from torch_lawa.offline.engine import run, whole
 from torch_lawa.offline.matching import PlannedTensor
 from torch_lawa.offline.options import DEFAULTS, AverageOptions, check_threads
 from torch_lawa.offline.output_files import writing
 from torch_lawa.offline.plan import AveragePlan, Input, plan_average
+from torch_lawa.offline.threads import Meter, default_threads, in_threads
 
 __all__ = [
     "Result",

@@ -28,18 +28,13 @@ from torch_lawa.offline.average import (
     open_inputs,
     per_input,
 )
-from torch_lawa.offline.engine import (
-    Meter,
-    Span,
-    default_threads,
-    refusing_changes,
-    run,
-    value_width,
-)
+from torch_lawa.offline.changes import refusing_changes
+from torch_lawa.offline.engine import Span, run, value_width
 from torch_lawa.offline.matching import PlannedTensor
 from torch_lawa.offline.options import check_threads
 from torch_lawa.offline.output_files import LaidFile, SafetensorsSink, writing
 from torch_lawa.offline.plan import AveragePlan
+from torch_lawa.offline.threads import Meter, default_threads
 from torch_lawa.ranks.agreement import FailTogether
 
 __all__ = ["BLOCK", "average_as_other_rank", "average_as_rank_0", "share_cuts", "spans_between"]

@@ -33,9 +33,9 @@ from torch_lawa.checkpoints.storage.paths import LocalPath, Location, RemoteURL
 from torch_lawa.errors import LawaError, OutputError
 from torch_lawa.garbage import paused_garbage_collection
 from torch_lawa.mean.dtypes import DTYPES
-from torch_lawa.offline.engine import Meter
 from torch_lawa.offline.matching import PlannedTensor
 from torch_lawa.offline.output_plan import Output
+from torch_lawa.offline.threads import Meter
 from torch_lawa.system_errors import named_errors
 
 __all__ = ["LaidFile", "SafetensorsSink", "writing"]

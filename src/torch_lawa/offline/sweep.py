@@ -29,23 +29,15 @@ from torch_lawa.errors import ConfigError, FormatError, OutputError
 from torch_lawa.mean.kernels import PIECE, Bytes, Pieces, make_pieces
 from torch_lawa.metrics import MetricsWriter, Row
 from torch_lawa.offline.average import metadata_of
-from torch_lawa.offline.engine import (
-    Meter,
-    Stopped,
-    cut_spans,
-    default_threads,
-    in_threads,
-    read_piece,
-    refusing_changes,
-    value_width,
-    whole,
-)
+from torch_lawa.offline.changes import refusing_changes
+from torch_lawa.offline.engine import cut_spans, read_piece, value_width, whole
 from torch_lawa.offline.inspect.inspection import inspect_checkpoint
 from torch_lawa.offline.matching import PlannedTensor, match_tensors
 from torch_lawa.offline.options import DEFAULTS, AverageOptions, check_threads
 from torch_lawa.offline.output_files import SafetensorsSink, writing
 from torch_lawa.offline.plan import Input, plan_found, plan_opened
 from torch_lawa.offline.sweep_rows import Evaluator, evaluate, source, without_known
+from torch_lawa.offline.threads import Meter, Stopped, default_threads, in_threads
 from torch_lawa.schedule import check_share, num_within
 from torch_lawa.units import counted, few, format_bytes
 

@@ -19,8 +19,8 @@ from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.provenance import PROVENANCE
 from torch_lawa.checkpoints.storage.paths import Location, parse_location
 from torch_lawa.errors import ConfigError, FormatError, LayoutError
-from torch_lawa.offline.engine import Meter, in_threads
 from torch_lawa.offline.inspect.text import aligned, labelled, plain, shortened, wrapped
+from torch_lawa.offline.threads import Meter, in_threads
 from torch_lawa.units import counted, few, format_bytes
 
 __all__ = ["Inspection", "RunInspection", "find_one", "inspect_checkpoint", "inspect_path"]
