@@ -20,9 +20,9 @@ from lawa_lab.recipes.runtime import deterministic, process_group, stop_request
 from lawa_lab.recipes.task import Task, Worker
 from lawa_lab.recipes.trainer import Trainer
 from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
-from torch_lawa.cli.signals import StopRequest
 from torch_lawa.errors import ConfigError
 from torch_lawa.metrics import MetricsWriter, Row, read_metrics
+from torch_lawa.signals import StopRequest
 
 __all__ = ["Branch", "Outcome", "Target", "TrainingCallback", "make_task", "train"]
 

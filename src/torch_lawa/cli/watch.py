@@ -7,7 +7,7 @@ import click
 
 from torch_lawa.cli.options import average_options
 from torch_lawa.cli.output import echo
-from torch_lawa.cli.signals import StopRequest
+from torch_lawa.signals import StopRequest
 from torch_lawa.units import counted, few, format_bytes
 
 if TYPE_CHECKING:
