@@ -53,8 +53,8 @@ def whole(tensors: Iterable[PlannedTensor]) -> Iterator[Span]:
         yield tensor, 0, tensor.source.nbytes // value_width(tensor.source.dtype)
 
 
-def cut_spans(spans: Iterable[Span], length: int | None = None) -> Iterator[Span]:
-    """Cut spans into pieces of at most `length` values; the default length fits the cache."""
+def cut_spans(spans: Iterable[Span], length: int | None) -> Iterator[Span]:
+    """Cut spans into pieces of at most `length` values; None: a length that fits the cache."""
     for tensor, first, last in spans:
         piece = length or piece_length(tensor.source.dtype, tensor.target.dtype)
         for start in range(first, last, piece):

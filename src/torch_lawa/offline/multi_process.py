@@ -107,7 +107,7 @@ def average_as_rank_0(
 
 
 def average_as_other_rank(
-    ranks: FailTogether, *, local_size: int, threads: int | None = None, meter: Meter
+    ranks: FailTogether, *, local_size: int, threads: int | None, meter: Meter
 ) -> None:
     """Do this rank's share of the plan of rank 0; returns when the result is published."""
     with ranks.failing(), ExitStack() as stack:

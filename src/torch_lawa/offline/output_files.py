@@ -51,7 +51,7 @@ class LaidFile:
 
 
 def lay_out(
-    folder: Path, output: Output, metadata: Mapping[str, str], *, flushed: bool = False
+    folder: Path, output: Output, metadata: Mapping[str, str], *, flushed: bool
 ) -> list[LaidFile]:
     """Create the safetensors files of `output`: their headers, and space for the values.
 

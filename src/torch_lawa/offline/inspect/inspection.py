@@ -225,7 +225,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], key: str | None = None) -> 
     return _inspect(find_one(path, key), key)
 
 
-def find_one(path: str | os.PathLike[str], key: str | None = None) -> Discovery:
+def find_one(path: str | os.PathLike[str], key: str | None) -> Discovery:
     """Find the one checkpoint that a path names."""
     discovery = _discover(path, key)
     if discovery.is_run or len(discovery.found) > 1:
