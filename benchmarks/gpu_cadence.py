@@ -127,11 +127,11 @@ class Bench:
             for _ in range(K + 2):
                 self.averagers[store].collect(self.model)
 
-    def host_copy(self, repeats: int = 6) -> None:
+    def host_copy(self) -> None:
         """The way to the host with nothing else to do, and what `.item()` waits for meanwhile."""
         averager, loss = self.averagers["host"], torch.ones(1, device=DEVICE)
         spent, idle, during = [], [], []
-        for _ in range(repeats):
+        for _ in range(6):
             averager.wait()
             settle()
             start = time.perf_counter()
@@ -153,7 +153,7 @@ class Bench:
             item_ms_during_copy=1e3 * median(during),
         )
 
-    def checks(self, store: str, repeats: int = 10) -> None:
+    def checks(self, store: str) -> None:
         """Whether a snapshot has the bits of weights that move on at once; an idle `collect`."""
         averager = self.averagers[store]
         before = {name: part(p).detach().clone() for name, p in self.model.named_parameters()}
@@ -162,7 +162,7 @@ class Bench:
         found = averager.average(k=1, device=DEVICE)
         equal = all(torch.equal(part(found[name]), value) for name, value in before.items())
         spent = []
-        for _ in range(repeats):
+        for _ in range(10):
             averager.wait()
             settle()
             start = time.perf_counter()

@@ -70,10 +70,10 @@ def toy_batch(step: int, poisoned: bool = False) -> tuple[Tensor, Tensor]:
     return inputs, targets * math.nan if poisoned else targets
 
 
-def toy_gradient(weights: list[Tensor], step: int, poisoned: bool = False) -> list[Tensor]:
+def toy_gradient(weights: list[Tensor], step: int) -> list[Tensor]:
     """The gradient of the toy's loss, without a module, a trainer or an optimizer."""
     free = [w.clone().requires_grad_() for w in weights]
-    inputs, targets = toy_batch(step, poisoned)
+    inputs, targets = toy_batch(step)
     first, bias, second, last = free
     outputs = (inputs @ first.T + bias).tanh() @ second.T + last
     return list(torch.autograd.grad((outputs - targets).square().mean(), free))
