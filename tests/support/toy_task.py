@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lawa_lab.recipes.config import TrainConfig
-from lawa_lab.recipes.parallel import Parallel
+from lawa_lab.recipes.parallel import ParallelName
 from lawa_lab.recipes.run_folder import RunPlan
 from lawa_lab.recipes.task import Batch, Worker, seeded
 from lawa_lab.recipes.trainer import Trainer
@@ -82,7 +82,7 @@ def toy_gradient(weights: list[Tensor], step: int) -> list[Tensor]:
 def toy_trainer(
     *,
     worker: Worker | None = None,
-    parallel: Parallel = "ddp",
+    parallel: ParallelName = "ddp",
     poisoned: tuple[int, ...] = (),
     **settings: Any,
 ) -> Trainer:

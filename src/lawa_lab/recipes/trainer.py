@@ -19,7 +19,7 @@ from lawa_lab.recipes.config import TrainConfig
 from lawa_lab.recipes.evaluation import Evaluation, averages_of
 from lawa_lab.recipes.learning_rate import learning_rate
 from lawa_lab.recipes.optimizers import build_optimizer
-from lawa_lab.recipes.parallel import Parallel, Shards, State, choose_parallel
+from lawa_lab.recipes.parallel import ParallelName, Shards, State, choose_parallel
 from lawa_lab.recipes.run_folder import RunFolder, RunPlan
 from lawa_lab.recipes.runtime import require_deterministic
 from lawa_lab.recipes.task import Batch, Task, Worker, mixed_seed
@@ -50,7 +50,7 @@ class Trainer:
         worker: Worker,
         *,
         compile: bool | None = None,
-        parallel: Parallel = "ddp",
+        parallel: ParallelName = "ddp",
     ) -> None:
         self.plan, self.task, self.worker = plan, task, worker
         self.parallel = choose_parallel(parallel, worker)
@@ -119,7 +119,7 @@ class Trainer:
             yield
         finally:
             self._follow(own)
-            self.progress = self.parallel.restore(state, self.model, self.optimizer, self._parts)
+            self._restore(state)
 
     def _follow(self, plan: RunPlan) -> None:
         self.plan, self.config = plan, plan.config
@@ -276,9 +276,8 @@ class Trainer:
         notes = {"recipe": self.config.recipe, "seed": str(self.plan.seed), "k": str(k)}
         return tensors, {**notes, "step": str(self.step)}
 
-    @property
     def progress(self) -> dict[str, Any]:
-        """How far the run has come, as plain numbers."""
+        """How far the run has come, as plain numbers; called on every rank."""
         self._pause()
         # One loss per rank: their mean would be rounded.
         own, ranks = self._loss.item(), range(self.worker.world_size)
@@ -292,8 +291,7 @@ class Trainer:
             **({"method_seconds": dict(self._stopwatch.seconds)} if self.methods else {}),
         }
 
-    @progress.setter
-    def progress(self, state: Mapping[str, Any]) -> None:
+    def _set_progress(self, state: Mapping[str, Any]) -> None:
         self.step = int(state["step"])
         self._num_losses = int(state["num_losses"])
         losses = state["losses"]
@@ -306,8 +304,8 @@ class Trainer:
 
     def state_dict(self) -> State:
         """Everything that the rest of the run depends on."""
-        progress = self.progress
-        return self.parallel.state_of(self.model, self.optimizer, self._parts, progress)
+        progress = self.progress()
+        return self.parallel.state_of(self.model, self.optimizer, self._parts(), progress)
 
     def save(self, folder: RunFolder) -> None:
         """Write a checkpoint; called on every rank."""
@@ -318,16 +316,18 @@ class Trainer:
         state = self.parallel.load(folder, self.state_dict)
         if state is None:
             return False
-        progress = self.parallel.restore(state, self.model, self.optimizer, self._parts)
         try:
-            self.progress = progress
+            self._restore(state)
         except KeyError as error:
             raise StateError(f"the checkpoint does not match this run: {error}") from None
         return True
 
-    @property
+    def _restore(self, state: State) -> None:
+        parts = self._parts()
+        self._set_progress(self.parallel.restore(state, self.model, self.optimizer, parts))
+
     def _parts(self) -> dict[str, Any]:
-        """By their names in a checkpoint."""
+        """What a checkpoint holds besides the model and the optimizer, by name."""
         search = self._evaluation.search
         chosen = {} if search is None else {"window search": search}
         return {"averager": self.averager, **self.methods, **chosen, **self._wrapped.built}
