@@ -1,4 +1,4 @@
-"""The ways people average checkpoints today, and what no way can undercut: one process each.
+"""The ways people average checkpoints today, and their lower bound: one process each.
 
     python benchmarks/offline_peers.py WAY OUTPUT CHECKPOINT...
 

@@ -3,8 +3,8 @@
     python benchmarks/spikes.py --out results/NAME      # minutes on two cores
 
 The digits at a constant rate, 12 epochs of 28 batches. After 7 epochs, either the learning rate is
-100 times too high for ten steps, or one batch is not a number. All ways to go on see the same
-batches: what a way loses, it does not get back. The detector is the same for all of them.
+100 times too high for ten steps, or one batch is NaN. All ways to go on see the same batches and
+have the same detector; batches from before a step back are not repeated.
 
 - `nothing`: train on.
 - `checkpoint N`: back to weights and momentum of the last checkpoint, saved every N epochs.
