@@ -209,8 +209,8 @@ def _upload(folder: Path, location: RemoteURL, output: Output) -> None:
 def _copy(location: Location, path: Path, output: Output) -> None:
     with named_errors(path):
         location.copy_to(path)
-    floats = {t.target.dtype for shard in output.shards for t in shard.tensors
-              if t.source.dtype != t.target.dtype}  # fmt: skip
+    tensors = [tensor for shard in output.shards for tensor in shard.tensors]
+    floats = {t.target.dtype for t in tensors if t.source.dtype != t.target.dtype}
     if location.name == "config.json" and len(floats) == 1:
         config = location.read_json()
         for key in ("torch_dtype", "dtype"):
