@@ -15,7 +15,15 @@ from torch_lawa.mean.kernels import PIECE, Bytes, Pieces, all_finite, make_piece
 from torch_lawa.offline.matching import PlannedTensor
 from torch_lawa.offline.threads import Meter, in_threads
 
-__all__ = ["Span", "batched", "cut_spans", "read_piece", "run", "value_width", "whole"]
+__all__ = [
+    "Span",
+    "average_spans",
+    "batched",
+    "cut_spans",
+    "read_piece",
+    "value_width",
+    "whole_tensors",
+]
 
 Span: TypeAlias = tuple[PlannedTensor, int, int]  # a tensor, its first value, one past its last
 _REMOTE_PIECE = 1 << 19  # one request per piece
@@ -47,7 +55,7 @@ def value_width(code: str) -> int:
     return dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
 
 
-def whole(tensors: Iterable[PlannedTensor]) -> Iterator[Span]:
+def whole_tensors(tensors: Iterable[PlannedTensor]) -> Iterator[Span]:
     """Every tensor from its first value to its last."""
     for tensor in tensors:
         yield tensor, 0, tensor.source.nbytes // value_width(tensor.source.dtype)
@@ -61,7 +69,7 @@ def cut_spans(spans: Iterable[Span], length: int | None) -> Iterator[Span]:
             yield tensor, start, min(start + piece, last)
 
 
-def run(
+def average_spans(
     checkpoints: Sequence[Checkpoint],
     weights: Weights,
     spans: Iterable[Span],

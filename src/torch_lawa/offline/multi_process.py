@@ -29,7 +29,7 @@ from torch_lawa.offline.average import (
     per_input,
 )
 from torch_lawa.offline.changes import refusing_changes
-from torch_lawa.offline.engine import Span, run, value_width
+from torch_lawa.offline.engine import Span, average_spans, value_width
 from torch_lawa.offline.matching import PlannedTensor
 from torch_lawa.offline.options import check_threads
 from torch_lawa.offline.output_files import LaidFile, SafetensorsSink, writing
@@ -92,7 +92,7 @@ def average_as_rank_0(
             task = _SharedWork.of(plan, sink, ranks.size)
             ranks.exchange(_LAYOUT, asdict(task))
             spans = task.spans(0)
-            found = run(opened, plan.weights, spans, sink, threads=threads, meter=meter)
+            found = average_spans(opened, plan.weights, spans, sink, threads=threads, meter=meter)
             sink.flush()
             reports = ranks.exchange(_VALUES, found)
             engine_seconds = time.perf_counter() - before
@@ -127,7 +127,9 @@ def average_as_other_rank(
         stack.callback(sink.close)
         spans = task.spans(ranks.rank)
         with refusing_changes(opened):
-            not_finite = run(opened, task.weights, spans, sink, threads=threads, meter=meter)
+            not_finite = average_spans(
+                opened, task.weights, spans, sink, threads=threads, meter=meter
+            )
         sink.flush()
         sink.close()
         ranks.exchange(_VALUES, not_finite)

@@ -26,14 +26,14 @@ from torch_lawa.mean.kernels import PIECE, Bytes, Pieces, make_pieces
 from torch_lawa.metrics import MetricsWriter, Row
 from torch_lawa.offline.average import metadata_of
 from torch_lawa.offline.changes import refusing_changes
-from torch_lawa.offline.engine import cut_spans, read_piece, value_width, whole
+from torch_lawa.offline.engine import cut_spans, read_piece, value_width, whole_tensors
 from torch_lawa.offline.inspect.inspection import inspect_checkpoint
 from torch_lawa.offline.matching import PlannedTensor, match_tensors
 from torch_lawa.offline.options import DEFAULTS, AverageOptions, check_threads
 from torch_lawa.offline.output_files import SafetensorsSink, writing
 from torch_lawa.offline.plan import Input, plan_opened
 from torch_lawa.offline.sweep_plan import SweepPlan, SweepWindow, plan_sweep
-from torch_lawa.offline.sweep_rows import Evaluator, evaluate, source, without_known
+from torch_lawa.offline.sweep_rows import Evaluator, evaluate, newest_checkpoint, without_known
 from torch_lawa.offline.threads import Meter, Stopped, default_threads, in_threads
 
 __all__ = ["run_sweep", "sweep_checkpoints"]
@@ -133,7 +133,7 @@ def run_sweep(
             for window in batch if evaluator else ():
                 if meter.stopped:
                     raise Stopped
-                newest = {"checkpoint": source(plan, window, metrics)} if metrics else {}
+                newest = {"checkpoint": newest_checkpoint(plan, window, metrics)} if metrics else {}
                 row = evaluate(evaluator, locations[window], window, facts | newest)  # type: ignore[arg-type]
                 rows.append(row)
                 if writer:
@@ -248,7 +248,7 @@ def _make(
         length = min(PIECE, max(1 << 12, _RESULTS // (len(batch) * widest)))
         work = _Pass(opened, windows, sinks, length, meter).run
         with refusing_changes(opened):
-            pieces = cut_spans(whole(tensors), length)
+            pieces = cut_spans(whole_tensors(tensors), length)
             in_threads(threads or default_threads(opened), pieces, work, meter)
 
 

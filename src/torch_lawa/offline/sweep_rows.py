@@ -15,7 +15,7 @@ from torch_lawa.offline.sweep_plan import SweepPlan, SweepWindow
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["IDENTITY", "Evaluator", "evaluate", "source", "without_known"]
+__all__ = ["IDENTITY", "Evaluator", "evaluate", "newest_checkpoint", "without_known"]
 
 # What a row is about; see `without_known`.
 IDENTITY = ("step", "epoch", "weights", "k", "horizon", "coefficients", "checkpoint")
@@ -37,7 +37,7 @@ def without_known(plan: SweepPlan, metrics: Path | None) -> list[SweepWindow]:
         key = w.step, w.epoch, _k(w), w.horizon, None if w.k == 1 else plan.coefficients
         if key not in known:
             todo.append(w)
-        elif known[key] not in (None, here := source(plan, w, metrics)):
+        elif known[key] not in (None, here := newest_checkpoint(plan, w, metrics)):
             raise OutputError(
                 f"{metrics}: has a row of {known[key]}, but this sweep is about {here}. Write "
                 "each run's rows to a metrics file of its own (--metrics)."
@@ -45,7 +45,7 @@ def without_known(plan: SweepPlan, metrics: Path | None) -> list[SweepWindow]:
     return todo
 
 
-def source(plan: SweepPlan, window: SweepWindow, metrics: Path) -> str:
+def newest_checkpoint(plan: SweepPlan, window: SweepWindow, metrics: Path) -> str:
     """The newest checkpoint of a window, as seen from the metrics file: both may be moved."""
     location = plan.found[window.end].location
     if isinstance(location, LocalPath):
