@@ -261,7 +261,7 @@ def _reached_before(trainer: Trainer, folder: RunFolder, until: Target | None) -
     if trainer.worker.rank == 0 and folder.metrics.exists():
         rows = read_metrics(folder.metrics)
         found = next((row for row in rows if _reached([row], trainer, until) is not None), None)
-    [ranks] = trainer.worker.total([float(found is not None)])
+    [ranks] = trainer.worker.total([float(found is not None)], "the search for the target")
     return found or ({} if ranks else None)
 
 

@@ -254,7 +254,8 @@ class Trainer:
         return values["valid_loss"]
 
     def _mean_of(self, values: Sequence[float]) -> list[float]:
-        return [total / self.worker.world_size for total in self.worker.total(values)]
+        totals = self.worker.total(values, "the mean of a method's values")
+        return [total / self.worker.world_size for total in totals]
 
     def agree(self, *answers: bool) -> list[bool]:
         """Whether any rank answers yes, for each question; exchanged every 10 steps."""
@@ -262,7 +263,8 @@ class Trainer:
             return list(answers)
         if self.step % _AGREE_EVERY and self.step < self.num_steps:
             return [False] * len(answers)
-        return [total > 0 for total in self.worker.total([float(answer) for answer in answers])]
+        totals = self.worker.total(list(map(float, answers)), "the agreement to stop or save")
+        return [total > 0 for total in totals]
 
     def averaged(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The first average, BatchNorm statistics re-estimated, and the metadata of its file."""
@@ -280,8 +282,9 @@ class Trainer:
         """How far the run has come, as plain numbers; called on every rank."""
         self._pause()
         # One loss per rank: their mean would be rounded.
-        own, ranks = self._loss.item(), range(self.worker.world_size)
-        losses = self.worker.total([own if rank == self.worker.rank else 0.0 for rank in ranks])
+        losses = [0.0] * self.worker.world_size
+        losses[self.worker.rank] = self._loss.item()
+        losses = self.worker.total(losses, "the losses of all ranks")
         return {
             "step": self.step,
             "losses": losses,
@@ -351,8 +354,8 @@ class Trainer:
             **self._wrapped.facts,
         }
         if self._num_losses:
-            total = [self._loss.item() / self._num_losses]
-            [loss] = self.worker.total(total)
+            own = self._loss.item() / self._num_losses
+            [loss] = self.worker.total([own], "the training loss")
             labels["train_loss"] = loss / self.worker.world_size
             if not math.isfinite(loss):
                 raise LawaError(
