@@ -5,9 +5,9 @@
 
 A thousand directions with curvatures h_i = i^-1.5, all starting at 1, are trained by SGD with a
 rate of 0.5 (constant, or a cosine to zero) and gradient noise of variance 0.05 h_i for 10,000
-steps: x' = (1 - rate h) x + rate noise. Steep directions are soon at their minimum and only
-rattle; flat ones travel until the end. Everything is linear and Gaussian, so the expected loss of
-any mean of iterates follows exactly, without samples.
+steps: x' = (1 - rate h) x + rate noise. Steep directions soon reach their minimum and fluctuate
+around it; flat ones still approach theirs at the end. Everything is linear and Gaussian, so the
+expected loss of any mean of iterates is computed exactly, without samples.
 """
 
 import sys
@@ -132,7 +132,7 @@ def averages() -> str:
 
 
 def ends() -> str:
-    """What both schedules end with, raw and averaged; a thousandth of the loss at the start."""
+    """Final losses of both schedules, raw and averaged, in thousandths of the initial loss."""
     nu = round(0.05 * STEPS / 10)
     rows = []
     for schedule in ("constant", "cosine"):
@@ -152,7 +152,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def filled(text: str) -> str:
-    """The page with every table made anew, between its marks."""
+    """The page, with the table between each pair of marks replaced."""
     for name, make in TABLES.items():
         head, _, rest = text.partition(f"<!-- {name} -->\n")
         _, end, tail = rest.partition(f"<!-- end {name} -->")

@@ -1,11 +1,11 @@
-"""What averaging a sharded model costs: where its shards lie, or by gathering them.
+"""What averaging a sharded model costs: on its shards, or by gathering them.
 
     python benchmarks/distributed.py --out results/NAME      # two gloo processes on one machine
 
 A transformer-like stack sharded by FSDP2. In turn, on the same shards: one plain copy of the
 local shards (the floor), our `collect`, our `collect` and `average`, and an averager that gathers
-every parameter (`full_tensor`) and adds it to a running mean, which is what averagers do that know
-nothing of shards. Times are of the slowest process, as ratios to the floor.
+every parameter (`full_tensor`) and adds it to a running mean, as averagers do that do not support
+sharding. Times are of the slowest process, as ratios to the floor.
 """
 
 import argparse

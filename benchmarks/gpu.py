@@ -3,7 +3,7 @@
     python benchmarks/gpu.py --out results/NAME        # with torch for CUDA and transformers
 
 Four questions: do steps with a snapshot to host memory every 10 take longer than steps without; how
-long does `collect` hold the caller, against the floor of one device-to-device copy; what do
+long does `collect` block Python, relative to one device-to-device copy; what do
 torch's and timm's EMA cost beside it; and is the mean bit for bit that of a CPU.
 """
 
@@ -98,7 +98,7 @@ def overhead(
             torch.cuda.synchronize()
             start = time.perf_counter()
             block(nu)
-            # Training's own stream: the last snapshot may still be on its way to the host.
+            # Only the training stream: the last snapshot may still be copied to the host.
             torch.cuda.current_stream().synchronize()
             times[str(nu)].append((time.perf_counter() - start) / num_steps)
     log.add(kind="overhead", model=name, num_steps=num_steps, seconds_per_step=times)
@@ -139,7 +139,7 @@ def peers(model: nn.Module) -> dict[str, Callable[[], Any]]:
 
 
 def held(log: Log, name: str, model: nn.Module, repeats: int) -> None:
-    """How long an update holds the caller, and how long the GPU is busy with it."""
+    """How long an update blocks Python, and how long it keeps the GPU busy."""
     parameters = [p.detach() for p in model.parameters()]
     target = [torch.empty_like(p) for p in parameters]
     averagers = {s: LatestWeightAverager(k=6, store=s) for s in ("host", "device")}  # type: ignore[arg-type]
@@ -269,7 +269,7 @@ def main() -> None:
     log = Log(options.out)
     torch.set_float32_matmul_precision("high")
     pinning(log)
-    # Short blocks in turn, many of them: the noise of the host is slow and falls on all alike.
+    # Many short blocks, alternating: slow changes of the host affect all variants equally.
     jobs = {"ResNet-34 / CIFAR": (resnet_step, 50, 60), "RoBERTa-Base": (roberta_step, 20, 20)}
     for name, (make, num_steps, num_rounds) in jobs.items():
         if options.only not in name:

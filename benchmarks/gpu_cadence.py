@@ -4,15 +4,15 @@
     python benchmarks/gpu_cadence.py --smoke               # tiny models, in seconds, on a CPU too
     python benchmarks/gpu_cadence.py --show results/NAME   # the tables of what was measured so far
 
-RoBERTa-Base and a decoder of a billion parameters train in short blocks: without snapshots, and
-with one every 1, 10 or 100 steps into a window in host or in device memory, in turn, so that the
-slow noise of a machine falls on all alike. A block waits for training's own stream at its end; the
-snapshot of a block of 10 or 100 steps is taken in its middle, so that its way to the host is over
-by then. Besides: GPU memory while collecting and while the average is lent to the model, how long
-`collect` holds the caller, and the copy to the host.
+RoBERTa-Base and a decoder of a billion parameters train in short blocks of steps: without
+snapshots, or with one every 1, 10 or 100 steps, in host or in device memory. The variants
+alternate, so that slow changes of the machine affect all of them equally. A block ends by
+synchronising the training stream; in blocks of 10 or 100 steps the snapshot is taken in the middle,
+so that it has reached the host by then. Also measured: GPU memory while collecting and while the
+average is swapped in, how long `collect` blocks Python, and the copy to the host.
 
-Every block is a line of `raw.jsonl` as soon as it is over, and the tables are made of that file:
-a run that is cut short loses nothing but the block it was in.
+Every block is written to `raw.jsonl` when it ends, and the tables are made from that file: a run
+that is interrupted loses only its current block.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from torch_lawa import LatestWeightAverager
 K = 2
 CYCLES, ROUNDS = 2, 3  # at least so many times: so many rounds of short blocks, one of long ones
 
-Variant = tuple[str, int]  # store ("none": no snapshots) and how many steps lie between two
+Variant = tuple[str, int]  # store ("none": no snapshots) and steps between two
 
 
 def settle(*, all_streams: bool = True) -> None:
@@ -46,12 +46,12 @@ def settle(*, all_streams: bool = True) -> None:
 
 
 def part(tensor: Tensor) -> Tensor:
-    """What of a sharded tensor lies here: on one process all of it."""
+    """The local part of a sharded tensor: with one process, all of it."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def allocated() -> int:
-    """Bytes on the GPU, with nothing in flight and nothing that waits to be freed."""
+    """Bytes on the GPU, when it is idle and everything unused was freed."""
     gc.collect()
     settle()
     if not GPU:
@@ -89,7 +89,7 @@ class Bench:
         self.averagers: dict[str, LatestWeightAverager] = {}
 
     def add(self, kind: str, **fields: Any) -> None:
-        """Log a row at once, and say so."""
+        """Log a row at once, and print it."""
         self.log.add(kind=kind, model=self.name, **fields)
         told = ", ".join(
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
@@ -99,7 +99,7 @@ class Bench:
         print(f"  {time.strftime('%H:%M:%S')} {self.name}: {kind}: {told}", flush=True)
 
     def memory(self, store: str) -> None:
-        """Copies of the parameters that a window of its own adds to the GPU."""
+        """GPU memory that a new window adds, in copies of the parameters."""
         allocated()  # of the window before this one nothing is left
         with peak() as training:
             for _ in range(3):
@@ -111,27 +111,27 @@ class Bench:
                 self.step()
                 averager.collect(self.model)
         with peak() as swapping, averager.swapped_into(self.model):
-            lent = allocated()
+            swapped = allocated()
         self.add(
             "memory",
             store=store,
             collecting=(collecting[0] - training[0]) / self.size,
-            lent=(lent - idle) / self.size,
+            lent=(swapped - idle) / self.size,  # named as in the records
             peak_of_lending=(swapping[0] - idle) / self.size,
         )
 
     def windows(self) -> None:
-        """Make the two that the blocks use, full, so that none of them allocates."""
+        """Make and fill the two windows that the blocks use, so that no block allocates."""
         for store in STORES:
             self.averagers[store] = make(store)
             for _ in range(K + 2):
                 self.averagers[store].collect(self.model)
 
-    def host_copy(self, repeats: int = 6) -> None:
-        """The way to the host with nothing else to do, and what `.item()` waits for meanwhile."""
+    def host_copy(self) -> None:
+        """The copy to the host on an idle GPU, and how long `.item()` takes meanwhile."""
         averager, loss = self.averagers["host"], torch.ones(1, device=DEVICE)
         spent, idle, during = [], [], []
-        for _ in range(repeats):
+        for _ in range(6):
             averager.wait()
             settle()
             start = time.perf_counter()
@@ -153,8 +153,8 @@ class Bench:
             item_ms_during_copy=1e3 * median(during),
         )
 
-    def checks(self, store: str, repeats: int = 10) -> None:
-        """Whether a snapshot has the bits of weights that move on at once; an idle `collect`."""
+    def checks(self, store: str) -> None:
+        """Whether a snapshot has the bits of weights that change at once; an idle `collect`."""
         averager = self.averagers[store]
         before = {name: part(p).detach().clone() for name, p in self.model.named_parameters()}
         averager.collect(self.model)
@@ -162,7 +162,7 @@ class Bench:
         found = averager.average(k=1, device=DEVICE)
         equal = all(torch.equal(part(found[name]), value) for name, value in before.items())
         spent = []
-        for _ in range(repeats):
+        for _ in range(10):
             averager.wait()
             settle()
             start = time.perf_counter()
@@ -192,7 +192,7 @@ class Bench:
         return 1e3 * spent
 
     def rounds(self, seconds: float, *, only_short: bool) -> None:
-        """Rounds of short blocks with one of long ones after every few, while there is time."""
+        """Rounds of short blocks, and of long ones after every few, until the time is up."""
         begin = time.perf_counter()
         warm = self.block(-1, SHORT, ("none", 0))
         steps = 6 * SHORT * ROUNDS + (0 if only_short else 3 * LONG)
@@ -210,7 +210,7 @@ class Bench:
             longest, cycle = max(longest, time.perf_counter() - start), cycle + 1
 
     def round(self, turn: int, num_steps: int, variants: list[Variant]) -> None:
-        """One block of each, there and back in turn; short ones between two without snapshots."""
+        """One block of each, in alternating order; short ones between two without snapshots."""
         order = [(("none", 0), False), *((variant, False) for variant in variants)]
         if num_steps == SHORT:
             order.append((("none", 0), True))

@@ -12,7 +12,7 @@ Row = dict[str, Any]
 
 
 def show(folder: Path) -> None:
-    """Print what a folder holds, a table a model."""
+    """Print the results in a folder, one table per model."""
     lines = (folder / "raw.jsonl").read_text().split("\n")[:-1]  # a last one without end is torn
     rows = [json.loads(line) for line in lines]
     for model in dict.fromkeys(row["model"] for row in rows if "model" in row):
@@ -40,8 +40,8 @@ def _show_model(model: str, rows: list[Row]) -> None:
             print(
                 f"  GPU memory, {row['store']} store, in copies of the parameters:"
                 f" collecting adds {row['collecting']:.3f} to the peak of training;"
-                f" {row['lent']:.3f} while the average is lent, {row['peak_of_lending']:.3f} at the"
-                " peak of lending it"
+                f" {row['lent']:.3f} while the average is swapped in,"
+                f" {row['peak_of_lending']:.3f} at the peak of the swap"
             )
         elif row["kind"] not in ("block", "model"):
             told = {n: v for n, v in row.items() if n not in ("kind", "model")}

@@ -102,7 +102,7 @@ def exists(verb: str) -> bool:
 
 
 def clear(scratch: Path) -> None:
-    """Forget the last output, and leave no writing behind for the next run to wait on."""
+    """Remove the last output, and flush the disk, so that the next run does not wait for it."""
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     os.sync()

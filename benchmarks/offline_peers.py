@@ -1,4 +1,4 @@
-"""The ways people average checkpoints today, and what no way can undercut: one process each.
+"""The ways people average checkpoints today, and their lower bound: one process each.
 
     python benchmarks/offline_peers.py WAY OUTPUT CHECKPOINT...
 
@@ -160,6 +160,7 @@ def sweep_unwritten(output: str, inputs: list[str]) -> Act:
     from pathlib import Path
 
     from torch_lawa.offline import sweep
+    from torch_lawa.offline.sweep_plan import plan_sweep
 
     class Nowhere:
         def write(self, name: str, begin: int, piece: object) -> None:
@@ -172,7 +173,7 @@ def sweep_unwritten(output: str, inputs: list[str]) -> Act:
     sweep.writing = nowhere  # type: ignore[assignment]
     folders = [str(Path(path).parent) for path in inputs]
     last = int(Path(folders[-1]).name.removeprefix("step-"))
-    plan = sweep.plan_sweep(folders, SWEEP_KS, at=[last])
+    plan = plan_sweep(folders, SWEEP_KS, at=[last])
     return lambda: sweep.run_sweep(plan, output="nowhere")  # type: ignore[return-value]
 
 

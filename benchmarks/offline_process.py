@@ -125,9 +125,9 @@ def warm(paths: list[Path]) -> None:
 
 
 def drop(paths: list[Path]) -> None:
-    """Take these files, and by preference nothing else, out of the page cache.
+    """Evict these files from the page cache, and if possible nothing else.
 
-    The libraries that a process loads stay where they are, so the largest is not punished.
+    The libraries that a process loads stay in the cache, or large ones would seem slow.
     """
     for path in paths:
         with path.open("rb") as file:

@@ -1,9 +1,9 @@
 """What collecting and averaging cost on a CPU, beside what people use today.
 
-Each variant runs in a process of its own and times a plain copy of the parameters in turn with
-itself. All figures are multiples of that copy, of time and of memory, so that a busy machine
-changes them little. Memory is measured in a second process in which glibc returns what is freed
-(MALLOC_MMAP_THRESHOLD_), or its fragmentation would be counted.
+Each variant runs in a process of its own, in turn with a plain copy of the parameters. Time and
+memory are given as multiples of that copy's, so that a busy machine changes them little. Memory is
+measured in a second process in which glibc returns what is freed (MALLOC_MMAP_THRESHOLD_), or its
+fragmentation would be counted.
 
     make bench                                    # all of it: about half an hour
     python benchmarks/online.py --sizes 25M --k 2 6
@@ -49,7 +49,7 @@ def build(size: str) -> nn.Module:
 
 
 def train(parameters: list[torch.Tensor], scratch: torch.Tensor) -> None:
-    """Move the weights a little, as an optimizer would, so that no two snapshots are alike."""
+    """Move the weights a little, as an optimizer would, so that no two snapshots are equal."""
     with torch.no_grad():
         for p in parameters:
             p.add_(scratch[: p.numel()].view_as(p), alpha=1e-3)

@@ -2,8 +2,8 @@
 
     python benchmarks/pieces.py --out results/NAME
 
-Nanoseconds a value of the output for a mean of k, one thread; the slope over k is what one more
-checkpoint costs, the rest is dividing and rounding.
+Nanoseconds per output value for a mean of k, on one thread: the slope over k is the cost of one
+more checkpoint, the rest that of dividing and rounding.
 """
 
 import argparse

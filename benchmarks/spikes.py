@@ -3,8 +3,8 @@
     python benchmarks/spikes.py --out results/NAME      # minutes on two cores
 
 The digits at a constant rate, 12 epochs of 28 batches. After 7 epochs, either the learning rate is
-100 times too high for ten steps, or one batch is not a number. All ways to go on see the same
-batches: what a way loses, it does not get back. The detector is the same for all of them.
+100 times too high for ten steps, or one batch is NaN. All ways to go on see the same batches and
+have the same detector; batches from before a step back are not repeated.
 
 - `nothing`: train on.
 - `checkpoint N`: back to weights and momentum of the last checkpoint, saved every N epochs.
@@ -33,8 +33,7 @@ from torch_lawa import LatestWeightAverager, SpikeRescue, recalibrate_batch_norm
 
 EPOCHS, PER_EPOCH, RATE = 12, 28, 0.2
 SPIKE = 7 * PER_EPOCH  # checkpoints are 1 and 3 epochs old
-WAYS = ("no spike", "nothing", "checkpoint 2", "checkpoint 4", "rescue, reset",
-        "rescue, keep")  # fmt: skip
+WAYS = ("no spike", "nothing", "checkpoint 2", "checkpoint 4", "rescue, reset", "rescue, keep")
 SPIKES = ("none", "rate", "batch")
 SEEDS = (0, 1, 2)
 
@@ -146,8 +145,10 @@ def main() -> None:
         back = [row["steps_until_back"] for row in rows]
         times = [row["times_back"] for row in rows]
         means = [statistics.fmean(row[name] for row in rows) for name in ("raw", "averaged")]
-        print(f"{spike:6} {way:14} back after {back} steps; went back {times} times; final test "
-              f"loss raw {means[0]:.4f}, averaged {means[1]:.4f}")  # fmt: skip
+        print(
+            f"{spike:6} {way:14} back after {back} steps; went back {times} times; final test "
+            f"loss raw {means[0]:.4f}, averaged {means[1]:.4f}"
+        )
 
 
 if __name__ == "__main__":

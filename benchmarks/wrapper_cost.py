@@ -4,8 +4,8 @@
     python benchmarks/wrapper_cost.py digits --out /tmp/cost                             # a CPU
 
 One model is trained by all wrappers in turn, a few steps each, in several rounds; the ratio is that
-of the medians of the rounds, so that work beside it disturbs all alike. Wrappers that act only now
-and then (a jump, an outer step) act here as often as their usual settings say.
+of the medians of the rounds, so that other load affects all equally. Wrappers that act only at
+intervals (a jump, an outer step) act here at those of their usual settings.
 """
 
 import argparse

@@ -36,9 +36,9 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from torch_lawa.offline.inspect.inspection import inspect_checkpoint as inspect_checkpoint
     from torch_lawa.offline.options import AverageOptions as AverageOptions
     from torch_lawa.offline.plan import plan_average as plan_average
-    from torch_lawa.offline.sweep import plan_sweep as plan_sweep
     from torch_lawa.offline.sweep import run_sweep as run_sweep
     from torch_lawa.offline.sweep import sweep_checkpoints as sweep_checkpoints
+    from torch_lawa.offline.sweep_plan import plan_sweep as plan_sweep
     from torch_lawa.offline.watch.watcher import watch_run as watch_run
     from torch_lawa.schedule import Every as Every
     from torch_lawa.schedule import Horizon as Horizon
@@ -74,7 +74,8 @@ _PUBLIC = {
     "offline.inspect.inspection": ("inspect_checkpoint",),
     "offline.options": ("AverageOptions",),
     "offline.plan": ("plan_average",),
-    "offline.sweep": ("plan_sweep", "run_sweep", "sweep_checkpoints"),
+    "offline.sweep": ("run_sweep", "sweep_checkpoints"),
+    "offline.sweep_plan": ("plan_sweep",),
     "offline.watch.watcher": ("watch_run",),
     "schedule": ("Every", "Horizon", "OnPlateau", "Schedule", "register_schedule"),
     "spike_rescue": ("SpikeRescue",),

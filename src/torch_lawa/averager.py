@@ -16,18 +16,11 @@ from torch_lawa.errors import StateError
 from torch_lawa.mutex import one_at_a_time
 from torch_lawa.ranks.agreement import check_same_call, check_same_decision
 from torch_lawa.schedule import Every, Horizon, Schedule, check_window, choose_schedule
-from torch_lawa.selection import (
-    BufferRule,
-    FrozenRule,
-    Selector,
-    live_shardings,
-    live_tensors,
-    write_into,
-)
+from torch_lawa.selection import BufferRule, FrozenRule, Selector, live_shardings
 from torch_lawa.stores.base import Counters, Snapshot, Store
 from torch_lawa.stores.memory import DeviceStore, HostStore
 from torch_lawa.swag import Draw
-from torch_lawa.swap import ordinary_mode, refuse_if_swapped, swap_targets, swapped
+from torch_lawa.swap import ordinary_mode, refuse_if_swapped
 from torch_lawa.units import counted
 from torch_lawa.validation import check_kind, one_of, whole_number
 from torch_lawa.window import Window
@@ -366,19 +359,11 @@ class LatestWeightAverager:
     def _swapped(
         self, model: nn.Module, n: int, fill: Callable[[Mapping[str, Tensor], int], None]
     ) -> AbstractContextManager[None]:
-        live, window = live_tensors(model), self._window
-        used = swap_targets(live, window.averaged.signature(), window.kept.signature())
-        # Names that were tied when they were collected, but are separate tensors in this model.
-        untied = {a: name for a, name in window.ties.items() if a in live and name in used}
-
-        def write() -> None:
+        def write(targets: Mapping[str, Tensor]) -> None:
             with self._lock:  # it may have been reset since
-                fill(used, self._window_size(n))
-            for alias, name in untied.items():
-                write_into(live[alias], used[name])
+                fill(targets, self._window_size(n))
 
-        touched = {**used, **{alias: live[alias] for alias in untied}}
-        return swapped(model, touched, write, window.idle_memory())
+        return self._window.swapped(model, write)
 
     @one_at_a_time
     def save_pretrained(

@@ -28,6 +28,7 @@ __all__ = [
     "ModelParts",
     "Selection",
     "Selector",
+    "check_same",
     "live_shardings",
     "live_tensors",
     "unwrap",
@@ -377,3 +378,56 @@ def _check(name: str, tensor: Tensor) -> None:
         problem = f"is {'quantized' if tensor.is_quantized else 'nested'}: {dense}"
     if problem:
         raise LayoutError(f"tensor {name!r} {problem}.")
+
+
+def _replaced_by(name: str, live: Mapping[str, Tensor]) -> str:
+    """What replaced a tensor, if its module was re-parametrised."""
+    module, dot, attribute = name.rpartition(".")
+    # torch.nn.utils.prune, weight_norm and spectral_norm, and torch.nn.utils.parametrize.
+    stems = (f"{attribute}_orig", f"{attribute}_g", f"parametrizations.{attribute}.original")
+    for stem in stems:
+        found = next((other for other in live if other.startswith(f"{module}{dot}{stem}")), None)
+        if found is not None:
+            return (
+                f": {found!r} replaced it. Pruning, weight_norm and other re-parametrisations must "
+                "happen before the first snapshot"
+            )
+    return ""
+
+
+def check_same(
+    averaged: Mapping[str, tuple[torch.Size, torch.dtype]],
+    kept: Mapping[str, tuple[torch.Size, torch.dtype]],
+    joined: Sequence[str],
+    selection: Selection,
+) -> None:
+    """Raise if the model does not match the window.
+
+    Tensors that only come from the newest snapshot may have another shape and dtype in each.
+    """
+    advice = "call averager.reset() to begin a new window with this model."
+    before, live = {**averaged, **kept}, selection.all()
+    for name, (shape, dtype) in before.items():
+        tensor = live.get(name)
+        if tensor is None:
+            raise LayoutError(
+                f"tensor {name!r} is in the window, but the model no longer has it"
+                f"{_replaced_by(name, live)}; {advice}"
+            )
+        if name in kept and name not in joined:
+            continue
+        if tensor.shape != shape:
+            raise LayoutError(
+                f"tensor {name!r} has shape {tuple(tensor.shape)}, but {tuple(shape)} in the "
+                f"window; {advice}"
+            )
+        if tensor.dtype != dtype:
+            raise LayoutError(
+                f"tensor {name!r} is {tensor.dtype}, but {dtype} in the window; {advice}"
+            )
+    for name in (*selection.averaged, *selection.kept):
+        if name not in before:
+            raise LayoutError(
+                f"tensor {name!r} is new: when the window began, the model did not have it, it "
+                f"was tied to another one, or it was frozen and omitted; {advice}"
+            )

@@ -1,21 +1,21 @@
 """The window: a store, the layout of its snapshots, and the check that models match it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_lawa.block_mean import Block, BlockMean
 from torch_lawa.coefficients import Blend, Coefficients, Uniform, Weights, weights_at
 from torch_lawa.errors import ConfigError, LayoutError, NotReadyError
-from torch_lawa.selection import Selection, write_into
+from torch_lawa.selection import Selection, check_same, live_tensors, write_into
 from torch_lawa.shards import Sharding, fingerprint
 from torch_lawa.stores.base import Content, Counters, FlatLayout, Notes, Snapshot, Store
 from torch_lawa.swag import Draw
-from torch_lawa.swap import ordinary_mode
+from torch_lawa.swap import ordinary_mode, swap_targets, swapped
 from torch_lawa.validation import check_float, whole_number
 from torch_lawa.window_mean import MeanReader, Sliding, TensorMeans
 
@@ -279,6 +279,23 @@ class Window:
         self._mean.read_into(targets, self.averaged, n, Uniform().weights(n), draw=draw)
         self._write_kept(targets)
 
+    def swapped(
+        self, model: nn.Module, write: Callable[[Mapping[str, Tensor]], None]
+    ) -> AbstractContextManager[None]:
+        """Context manager that swaps what `write` writes into the model, and restores it."""
+        live = live_tensors(model)
+        used = swap_targets(live, self.averaged.signature(), self.kept.signature())
+        # Names that were tied when they were collected, but are separate tensors in this model.
+        untied = {a: name for a, name in self.ties.items() if a in live and name in used}
+
+        def write_all() -> None:
+            write(used)
+            for alias, name in untied.items():
+                write_into(live[alias], used[name])
+
+        touched = {**used, **{alias: live[alias] for alias in untied}}
+        return swapped(model, touched, write_all, self.idle_memory())
+
     def read(
         self,
         dtype: torch.dtype | None,
@@ -398,7 +415,7 @@ class Window:
         sampled = self.averaged.signature()
         others = {*self.kept.signature(), *selection.kept} - set(sampled)
         kept = {n: (t.shape, t.dtype) for n, t in selection.all().items() if n in others}
-        _check_same(sampled, kept, (), selection)
+        check_same(sampled, kept, (), selection)
 
     def _follow(self, selection: Selection) -> None:
         """Adapt the layouts to a model that was moved, or whose tensors were (un)frozen."""
@@ -407,7 +424,7 @@ class Window:
         # A tensor that was averaged once is always averaged. A frozen tensor that is trained now
         # joins: it did not change before, so its one copy is its value in every snapshot.
         joined = [name for name in selection.averaged if name in old_kept]
-        _check_same(old_averaged, old_kept, joined, selection)
+        check_same(old_averaged, old_kept, joined, selection)
         excluded = set(selection.excluded)
         for name in (*old_averaged, *self.excluded):
             if (name in old_averaged) == (name in excluded):
@@ -450,56 +467,3 @@ def _shaped(like: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     if like.shape == shape and like.dtype == dtype:
         return like
     return torch.zeros((), dtype=dtype, device=like.device).expand(shape)
-
-
-def _replaced_by(name: str, live: Mapping[str, Tensor]) -> str:
-    """What replaced a tensor, if its module was re-parametrised."""
-    module, dot, attribute = name.rpartition(".")
-    # torch.nn.utils.prune, weight_norm and spectral_norm, and torch.nn.utils.parametrize.
-    stems = (f"{attribute}_orig", f"{attribute}_g", f"parametrizations.{attribute}.original")
-    for stem in stems:
-        found = next((other for other in live if other.startswith(f"{module}{dot}{stem}")), None)
-        if found is not None:
-            return (
-                f": {found!r} replaced it. Pruning, weight_norm and other re-parametrisations must "
-                "happen before the first snapshot"
-            )
-    return ""
-
-
-def _check_same(
-    averaged: Mapping[str, tuple[torch.Size, torch.dtype]],
-    kept: Mapping[str, tuple[torch.Size, torch.dtype]],
-    joined: Sequence[str],
-    selection: Selection,
-) -> None:
-    """Raise if the model does not match the window.
-
-    Tensors that only come from the newest snapshot may have another shape and dtype in each.
-    """
-    advice = "call averager.reset() to begin a new window with this model."
-    before, live = {**averaged, **kept}, selection.all()
-    for name, (shape, dtype) in before.items():
-        tensor = live.get(name)
-        if tensor is None:
-            raise LayoutError(
-                f"tensor {name!r} is in the window, but the model no longer has it"
-                f"{_replaced_by(name, live)}; {advice}"
-            )
-        if name in kept and name not in joined:
-            continue
-        if tensor.shape != shape:
-            raise LayoutError(
-                f"tensor {name!r} has shape {tuple(tensor.shape)}, but {tuple(shape)} in the "
-                f"window; {advice}"
-            )
-        if tensor.dtype != dtype:
-            raise LayoutError(
-                f"tensor {name!r} is {tensor.dtype}, but {dtype} in the window; {advice}"
-            )
-    for name in (*selection.averaged, *selection.kept):
-        if name not in before:
-            raise LayoutError(
-                f"tensor {name!r} is new: when the window began, the model did not have it, it "
-                f"was tied to another one, or it was frozen and omitted; {advice}"
-            )

@@ -195,7 +195,7 @@ def search_for(option: bool | WindowSearch, monitor: str) -> WindowSearch | None
 
 
 def newest_is_live(
-    averager: LatestWeightAverager, model: nn.Module, group: "ProcessGroup | None" = None
+    averager: LatestWeightAverager, model: nn.Module, group: "ProcessGroup | None"
 ) -> bool:
     """Whether the newest snapshot is the weights that a model has now, on all of its ranks.
 

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from torch_lawa.cli import main
 from torch_lawa.metrics import read_metrics
-from torch_lawa.offline.engine import Meter, Stopped
-from torch_lawa.offline.sweep import plan_sweep, run_sweep, sweep_checkpoints
+from torch_lawa.offline.sweep import run_sweep, sweep_checkpoints
+from torch_lawa.offline.sweep_plan import plan_sweep
+from torch_lawa.offline.threads import Meter, Stopped
 
 
 @pytest.fixture

@@ -143,7 +143,7 @@ def test_notes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_sliding_begins_where_the_averager_begins() -> None:
-    """The averager's own number lies beside PyTorch, which a plan does not load."""
+    """The averager's own number is in a module that imports PyTorch, as a plan does not."""
     assert window_mean._SLIDING_FROM == plan_text._SLIDING_FROM
 
 

@@ -13,10 +13,10 @@ import torch
 
 from torch_lawa.cli import main
 from torch_lawa.cli.progress import run_with_progress
-from torch_lawa.cli.signals import StopRequest, interruptible
 from torch_lawa.offline.average import run_average
-from torch_lawa.offline.engine import Meter, Stopped, in_threads
 from torch_lawa.offline.plan import plan_average
+from torch_lawa.offline.threads import Meter, Stopped, in_threads
+from torch_lawa.signals import StopRequest, interruptible
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
 

@@ -76,7 +76,7 @@ def messages(rank: int) -> dict[str, str]:
     acts: dict[str, Callable[[], Any]] = {
         "step": lambda: averager.step(sharded, loss=1.0),
         "batch norm": lambda: recalibrate_batch_norm(normed, loader, group=dist.group.WORLD),
-        "total": lambda: worker.total([1.0]),
+        "total": lambda: worker.total([1.0], "a total"),
         "different": lambda: acts["batch norm" if rank == LATE else "step"](),
         "failed": failed,
     }
@@ -114,7 +114,7 @@ def test_a_rank_that_hangs_is_named(found: list[dict[str, Any]]) -> None:
         locations = {
             "step": "averager.step, call 2 within 0.9 s",
             "batch norm": "recalibrate_batch_norm of 1 layers within 0.9 s",
-            "total": "messages.<locals>.<lambda> within 0.9 s",
+            "total": "a total within 0.9 s",
             "failed": "the barrier after a collective failed within 0.9 s",
         }
         for name, location in locations.items():
@@ -430,8 +430,13 @@ def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
     [
         ("ddp", STEP, 10, "the barrier after a collective failed within 5 s"),
         ("fsdp", STEP, 10, "the barrier after a collective failed within 5 s"),
-        ("ddp", "lawa_lab.recipes.trainer:Trainer.agree", 10, "Trainer.agree within 13.5 s"),
-        ("fsdp", STATE, 3, "Trainer.progress within 13.5 s"),
+        (
+            "ddp",
+            "lawa_lab.recipes.trainer:Trainer.agree",
+            10,
+            "the agreement to stop or save within 13.5 s",
+        ),
+        ("fsdp", STATE, 3, "the losses of all ranks within 13.5 s"),
     ],
 )
 def test_lawa_train_names_a_rank_that_hangs(

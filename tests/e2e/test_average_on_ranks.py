@@ -146,16 +146,16 @@ COUNT = """
 import atexit, sys
 from torch_lawa.offline import multi_process, output_files
 num_bytes, real_write = [], output_files.SafetensorsSink.write
-real_run = multi_process.run
+real_average = multi_process.average_spans
 def write(self, name, begin, piece):
     num_bytes.append(len(piece))
     real_write(self, name, begin, piece)
-def run(*args, threads, **kwargs):
-    made = real_run(*args, threads=threads, **kwargs)
+def average(*args, threads, **kwargs):
+    made = real_average(*args, threads=threads, **kwargs)
     print(sum(num_bytes), threads, file=sys.stderr)
     return made
 output_files.SafetensorsSink.write = write
-multi_process.run = run
+multi_process.average_spans = average
 """
 
 

@@ -50,7 +50,7 @@ def snapshots(kind: str, folder: Path, numel: int, rounds: int) -> bool:
 
 
 def training(kind: str, folder: Path, num_steps: int) -> bool:
-    """A small model, its window lent to it between steps, and dropped during a copy."""
+    """A small model: averages are swapped in between steps, and windows dropped during a copy."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(65), nn.BatchNorm1d(65), nn.PReLU(65)).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

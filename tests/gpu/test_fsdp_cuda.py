@@ -1,4 +1,4 @@
-"""FSDP2 on one GPU: shards are averaged where they lie, and training does not notice."""
+"""FSDP2 on one GPU: shards are averaged in place, and training is not affected."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -105,7 +105,7 @@ class Run:
 
 
 def train(how: str, averagers: Sequence[LatestWeightAverager] = (), *, look: bool = False) -> Run:
-    """A few steps of Adam. With `look`, averages are read and lent to the model in between."""
+    """A few steps of Adam. With `look`, averages are read and swapped in between steps."""
     model = build(how)
     trained = [p for p in model.parameters() if p.requires_grad]
     run = Run(model, torch.optim.Adam(trained, lr=1e-2))
@@ -165,7 +165,7 @@ def test_the_mean_of_the_shards(how: str, kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("how", CASES)
-def test_lent_to_a_model_whose_root_is_gathered(how: str, kind: str, tmp_path: Path) -> None:
+def test_swapped_into_a_model_whose_root_is_gathered(how: str, kind: str, tmp_path: Path) -> None:
     averager, x = make(kind, tmp_path, k=K), inputs(99)
     run = train(how, [averager])
     model, other = run.model.eval(), build(how).eval()
@@ -179,11 +179,11 @@ def test_lent_to_a_model_whose_root_is_gathered(how: str, kind: str, tmp_path: P
         model(x)
         with averager.swapped_into(model):
             assert_same(model.state_dict(), mean_of(run.taken))
-            lent = model(x)
+            averaged = model(x)
         after = model(x)
-    assert torch.equal(lent, expected)
+    assert torch.equal(averaged, expected)
     assert torch.equal(after, raw)
-    assert not torch.equal(lent, raw)
+    assert not torch.equal(averaged, raw)
     assert_same(model.state_dict(), before)
 
 
@@ -271,6 +271,6 @@ def test_offloaded_weights_change_only_when_the_gpu_has_read_them(
         late = model(x)
         with averager.swapped_into(model):
             sleep(300.0)
-            lent = model(x)
+            averaged = model(x)
         torch.cuda.synchronize()
-    assert (torch.equal(late, raw) and torch.equal(lent, expected)) is guarded
+    assert (torch.equal(late, raw) and torch.equal(averaged, expected)) is guarded

@@ -1,7 +1,7 @@
 """The asynchronous path on real streams, with its races made wide and its memory poisoned.
 
-`torch.cuda._sleep` holds a stream back where an order matters, and NaN lies wherever memory waits
-to be written: a copy that came too early or too late brings it along. The controls at the end take
+`torch.cuda._sleep` delays a stream where an order matters, and memory that is not yet written holds
+NaN: a copy that comes too early or too late copies it. The controls at the end take
 one order away at a time and must see that, or the tests above prove nothing.
 """
 
@@ -166,10 +166,10 @@ def test_a_model_that_lives_on_a_stream_of_its_own(kind: str, tmp_path: Path) ->
         raw = model[0].weight.detach().clone()
         sleep(5.0)
         with averager.swapped_into(model):
-            lent = model[0].weight.detach().clone()
+            averaged = model[0].weight.detach().clone()
         back = model[0].weight.detach().clone()
     stream.synchronize()
-    assert torch.equal(lent.cpu(), exact.float())
+    assert torch.equal(averaged.cpu(), exact.float())
     assert torch.equal(raw, back)
 
 

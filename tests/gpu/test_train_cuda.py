@@ -13,7 +13,8 @@ from lawa_lab.recipes.runtime import deterministic
 from lawa_lab.recipes.task import Worker, seeded
 from lawa_lab.recipes.tasks.masked_language import MaskedLanguageTask
 from lawa_lab.recipes.trainer import Trainer
-from torch_lawa.offline.sweep import plan_sweep, run_sweep
+from torch_lawa.offline.sweep import run_sweep
+from torch_lawa.offline.sweep_plan import plan_sweep
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_lawa import AverageOptions, average_checkpoints, inspect_checkpoint
 
 pytest.importorskip("megatron.core")
-PROGRAM = Path(__file__).parent.parent / "fixtures/megatron/megatron_run.py"
+PROGRAM = Path(__file__).parent.parent / "recorded/megatron/megatron_run.py"
 OLD = os.environ.get("LAWA_MEGATRON_OLD", "")
 STEPS = (10, 20, 30)
 CASES = {

@@ -46,8 +46,8 @@ def fit(folder: Path, *callbacks: Callback, ckpt: Path | None = None, **options:
     return run
 
 
-def by_loss(k: int = 9) -> dict[str, Any]:
-    return {"k": k, "min_snapshots": 1, "schedule": OnPlateau(min_delta=0.2)}
+def by_loss() -> dict[str, Any]:
+    return {"k": 9, "min_snapshots": 1, "schedule": OnPlateau(min_delta=0.2)}
 
 
 def test_an_own_schedule_in_lightning(tmp_path: Path) -> None:

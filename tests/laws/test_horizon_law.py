@@ -18,7 +18,8 @@ from torch_lawa import DiskStore, Horizon, LatestWeightAverager
 from torch_lawa.errors import ConfigError
 from torch_lawa.offline.average import run_average
 from torch_lawa.offline.plan import plan_average
-from torch_lawa.offline.sweep import plan_sweep, sweep_checkpoints
+from torch_lawa.offline.sweep import sweep_checkpoints
+from torch_lawa.offline.sweep_plan import plan_sweep
 
 SHARES = st.floats(0.03, 0.95) | st.sampled_from([0.1, 0.25, 1 / 3, 0.5, 0.29])
 

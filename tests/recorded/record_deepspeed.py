@@ -118,15 +118,15 @@ def train(names: Sequence[str], folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-def record(folder: Path, cases: Sequence[str] = tuple(CASES)) -> None:
-    """Write the checkpoints of the cases below `folder`, and what DeepSpeed converts them to."""
-    for ranks in sorted({CASES[name].ranks for name in cases}):
-        names = [name for name in cases if CASES[name].ranks == ranks]
+def record(folder: Path) -> None:
+    """Write the checkpoints of all cases below `folder`, and what DeepSpeed converts them to."""
+    for ranks in sorted({case.ranks for case in CASES.values()}):
+        names = [name for name, case in CASES.items() if case.ranks == ranks]
         torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
         _run(*torchrun, __file__, "--train", str(folder), *names)
-    for name in cases:
+    for name, case in CASES.items():
         for step in STEPS:
-            _convert(folder / name, f"global_step{step}", CASES[name])
+            _convert(folder / name, f"global_step{step}", case)
 
 
 def _convert(run: Path, tag: str, case: Case) -> None:

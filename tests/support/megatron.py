@@ -1,4 +1,4 @@
-"""Megatron checkpoints: those in tests/fixtures/megatron, and look-alikes of any tensors."""
+"""Megatron checkpoints: those in tests/recorded/megatron, and look-alikes of any tensors."""
 
 import io
 import json
@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-FIXTURES = Path(__file__).parent.parent / "fixtures/megatron"
+RECORDED = Path(__file__).parent.parent / "recorded/megatron"
 
 
 def unpack_run(name: str, folder: Path) -> Path:
-    """The run of a fixture, unpacked into `folder`."""
-    with tarfile.open(FIXTURES / f"{name}.tar.xz") as archive:
+    """A recorded run, unpacked into `folder`."""
+    with tarfile.open(RECORDED / f"{name}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     return folder / name
 

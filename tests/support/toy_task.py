@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lawa_lab.recipes.config import TrainConfig
-from lawa_lab.recipes.parallel import Parallel
+from lawa_lab.recipes.parallel import ParallelName
 from lawa_lab.recipes.run_folder import RunPlan
 from lawa_lab.recipes.task import Batch, Worker, seeded
 from lawa_lab.recipes.trainer import Trainer
@@ -70,10 +70,10 @@ def toy_batch(step: int, poisoned: bool = False) -> tuple[Tensor, Tensor]:
     return inputs, targets * math.nan if poisoned else targets
 
 
-def toy_gradient(weights: list[Tensor], step: int, poisoned: bool = False) -> list[Tensor]:
+def toy_gradient(weights: list[Tensor], step: int) -> list[Tensor]:
     """The gradient of the toy's loss, without a module, a trainer or an optimizer."""
     free = [w.clone().requires_grad_() for w in weights]
-    inputs, targets = toy_batch(step, poisoned)
+    inputs, targets = toy_batch(step)
     first, bias, second, last = free
     outputs = (inputs @ first.T + bias).tanh() @ second.T + last
     return list(torch.autograd.grad((outputs - targets).square().mean(), free))
@@ -82,7 +82,7 @@ def toy_gradient(weights: list[Tensor], step: int, poisoned: bool = False) -> li
 def toy_trainer(
     *,
     worker: Worker | None = None,
-    parallel: Parallel = "ddp",
+    parallel: ParallelName = "ddp",
     poisoned: tuple[int, ...] = (),
     **settings: Any,
 ) -> Trainer:

@@ -139,7 +139,7 @@ class Watch:
 
 
 def folders_of(window: Path) -> set[str]:
-    """What lies in a window's folder."""
+    """The names in a window's folder."""
     return {path.name for path in window.iterdir()}
 
 

@@ -154,7 +154,7 @@ def _api(code: str, **variables: object) -> str:
     given = "".join(f"{name} = {value!r}\n" for name, value in variables.items())
     return given + (
         "import sys\n"
-        "from torch_lawa.cli.signals import interruptible\n"
+        "from torch_lawa.signals import interruptible\n"
         "from torch_lawa.errors import LawaError\n"
         "try:\n  with interruptible():\n" + textwrap.indent(textwrap.dedent(code), "    ") + "\n"
         "except (LawaError, OSError) as error:\n"

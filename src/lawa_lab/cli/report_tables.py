@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from lawa_lab.report import frontier_words, words
+from lawa_lab.report import frontier_words, saving_words, words
 from lawa_lab.report.curves import Axis, Metric
 from lawa_lab.report.frontier import Frontier
 from lawa_lab.report.page_tables import best_values, quality_cells
@@ -86,12 +86,12 @@ def _show_savings(report: MetricReport, recipe: RecipeReport, console: Console) 
     if report.frontier is not None:
         console.print("Inside one run\n", style="bold")
     if own:
-        say(console, words.finding(recipe.recipe, report.metric, own[0]))
+        say(console, saving_words.finding(recipe.recipe, report.metric, own[0]))
         console.print()
     for row in own:
         console.print(_caption(row, len(own) > 1), style="bold", markup=False)
         _put(console, main_table(report.metric, row, wide=console.width >= _WIDE))
-        _say_all(console, filter(None, [words.unmatched(row), *row.notes]))
+        _say_all(console, filter(None, [saving_words.unmatched(row), *row.notes]))
     if across:
         unit = say_axis(recipe.axis)
         console.print(

@@ -14,15 +14,15 @@ from pathlib import Path
 
 from lawa_lab.recipes.evaluation import main_average
 from lawa_lab.recipes.learning_rate import first_landing_step
-from lawa_lab.recipes.parallel import Parallel
+from lawa_lab.recipes.parallel import ParallelName
 from lawa_lab.recipes.run_folder import RunFolder, RunPlan
 from lawa_lab.recipes.runtime import deterministic, process_group, stop_request
 from lawa_lab.recipes.task import Task, Worker
 from lawa_lab.recipes.trainer import Trainer
 from torch_lawa.checkpoints.formats.safetensors_torch import save_tensors
-from torch_lawa.cli.signals import StopRequest
 from torch_lawa.errors import ConfigError
 from torch_lawa.metrics import MetricsWriter, Row, read_metrics
+from torch_lawa.signals import StopRequest
 
 __all__ = ["Branch", "Outcome", "Target", "TrainingCallback", "make_task", "train"]
 
@@ -125,7 +125,7 @@ def train(
     worker: Worker,
     *,
     compile: bool | None = None,
-    parallel: Parallel = "ddp",
+    parallel: ParallelName = "ddp",
     save_trajectory: bool = False,
     save_minutes: float = 10.0,
     until: Target | None = None,
@@ -247,8 +247,10 @@ def _loop(
 
 def _reached(rows: Sequence[Row], trainer: Trainer, until: Target | None) -> Row | None:
     """The row of the main average, if it has reached the target."""
-    main = None if until is None else main_average(rows, trainer.config)
-    return main if until is not None and main is not None and until.reached(main) else None
+    if until is None:
+        return None
+    main = main_average(rows, trainer.config)
+    return main if main is not None and until.reached(main) else None
 
 
 def _reached_before(trainer: Trainer, folder: RunFolder, until: Target | None) -> Row | None:
@@ -259,7 +261,7 @@ def _reached_before(trainer: Trainer, folder: RunFolder, until: Target | None) -
     if trainer.worker.rank == 0 and folder.metrics.exists():
         rows = read_metrics(folder.metrics)
         found = next((row for row in rows if _reached([row], trainer, until) is not None), None)
-    [ranks] = trainer.worker.total([float(found is not None)])
+    [ranks] = trainer.worker.total([float(found is not None)], "the search for the target")
     return found or ({} if ranks else None)
 
 
@@ -291,7 +293,7 @@ def _say_epochs(epochs: Sequence[float]) -> str:
     return f"{', '.join(others)} and {last} epochs" if others else f"{last} epochs"
 
 
-def _train_branches(trainer: Trainer, branches: Sequence[Branch], options: "_LoopOptions") -> bool:
+def _train_branches(trainer: Trainer, branches: Sequence[Branch], options: _LoopOptions) -> bool:
     """Train the branches that start at this step and are not done; whether a stop was requested."""
     for branch in branches:
         if trainer.step != _first_step(trainer, branch) or branch.folder.averaged.exists():

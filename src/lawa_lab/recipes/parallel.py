@@ -23,13 +23,13 @@ from torch_lawa.shards import local
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
 
-__all__ = ["Copies", "Parallel", "Shards", "State", "choose_parallel"]
+__all__ = ["Copies", "ParallelName", "Shards", "State", "choose_parallel"]
 
-Parallel: TypeAlias = Literal["ddp", "fsdp"]
+ParallelName: TypeAlias = Literal["ddp", "fsdp"]
 State: TypeAlias = dict[str, Any]
 
 
-def choose_parallel(name: Parallel, worker: Worker) -> "SingleProcess":
+def choose_parallel(name: ParallelName, worker: Worker) -> "SingleProcess":
     """The strategy for this number of processes."""
     if name not in ("ddp", "fsdp"):
         raise ConfigError(f"parallel={name!r}: choose from ddp and fsdp.")

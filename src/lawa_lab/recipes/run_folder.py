@@ -36,6 +36,7 @@ from torch_lawa.validation import DAMAGE
 __all__ = ["RunFolder", "RunPlan"]
 
 _FORMAT = 1
+_IDENTITY = ("recipe", "seed", "data", "smoke")  # which a resumed run must share
 _FIELDS = {"recipe", "run", "seed", "data", "smoke", "hyperparameters"}
 _SNAPSHOT = re.compile(r"step-([0-9]{8,18})(-epoch-[0-9e+]+)?\.safetensors")
 _SHARD = re.compile(r"(\.metadata|__[0-9]+_[0-9]+\.distcp)(\.tmp)?")
@@ -339,9 +340,6 @@ def _others(folder: Path) -> list[str]:
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values["hyperparameters"], **{n: v for n, v in values.items() if n in _IDENTITY}}
-
-
-_IDENTITY = ("recipe", "seed", "data", "smoke")
 
 
 def _versions() -> dict[str, Any]:

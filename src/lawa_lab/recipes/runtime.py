@@ -8,9 +8,9 @@ from datetime import timedelta
 import torch
 
 from lawa_lab.recipes.task import Worker
-from torch_lawa.cli.signals import StopRequest
 from torch_lawa.errors import ConfigError, RankError
 from torch_lawa.ranks.barrier import explain_missing_ranks
+from torch_lawa.signals import StopRequest
 
 __all__ = [
     "choose_worker",

@@ -1,6 +1,5 @@
 """What a recipe provides to the training loop: a model, batches, a loss, an evaluation."""
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
@@ -37,11 +36,11 @@ class Worker:
         if self.world_size > 1:
             barrier.barrier(where)
 
-    def total(self, values: Sequence[float]) -> list[float]:
-        """The sums of values over all ranks."""
+    def total(self, values: Sequence[float], where: str) -> list[float]:
+        """The sums of values over all ranks; `where` is for errors, as in `barrier`."""
         if self.world_size == 1:
             return list(values)
-        self.barrier(sys._getframe(1).f_code.co_qualname)  # the caller's name says where this is
+        self.barrier(where)
         sums = torch.tensor(values, dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(sums)
         return sums.tolist()

@@ -19,7 +19,7 @@ from lawa_lab.recipes.config import TrainConfig
 from lawa_lab.recipes.evaluation import Evaluation, averages_of
 from lawa_lab.recipes.learning_rate import learning_rate
 from lawa_lab.recipes.optimizers import build_optimizer
-from lawa_lab.recipes.parallel import Parallel, Shards, State, choose_parallel
+from lawa_lab.recipes.parallel import ParallelName, Shards, State, choose_parallel
 from lawa_lab.recipes.run_folder import RunFolder, RunPlan
 from lawa_lab.recipes.runtime import require_deterministic
 from lawa_lab.recipes.task import Batch, Task, Worker, mixed_seed
@@ -50,7 +50,7 @@ class Trainer:
         worker: Worker,
         *,
         compile: bool | None = None,
-        parallel: Parallel = "ddp",
+        parallel: ParallelName = "ddp",
     ) -> None:
         self.plan, self.task, self.worker = plan, task, worker
         self.parallel = choose_parallel(parallel, worker)
@@ -119,7 +119,7 @@ class Trainer:
             yield
         finally:
             self._follow(own)
-            self.progress = self.parallel.restore(state, self.model, self.optimizer, self._parts)
+            self._restore(state)
 
     def _follow(self, plan: RunPlan) -> None:
         self.plan, self.config = plan, plan.config
@@ -254,7 +254,8 @@ class Trainer:
         return values["valid_loss"]
 
     def _mean_of(self, values: Sequence[float]) -> list[float]:
-        return [total / self.worker.world_size for total in self.worker.total(values)]
+        totals = self.worker.total(values, "the mean of a method's values")
+        return [total / self.worker.world_size for total in totals]
 
     def agree(self, *answers: bool) -> list[bool]:
         """Whether any rank answers yes, for each question; exchanged every 10 steps."""
@@ -262,7 +263,8 @@ class Trainer:
             return list(answers)
         if self.step % _AGREE_EVERY and self.step < self.num_steps:
             return [False] * len(answers)
-        return [total > 0 for total in self.worker.total([float(answer) for answer in answers])]
+        totals = self.worker.total(list(map(float, answers)), "the agreement to stop or save")
+        return [total > 0 for total in totals]
 
     def averaged(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The first average, BatchNorm statistics re-estimated, and the metadata of its file."""
@@ -276,13 +278,13 @@ class Trainer:
         notes = {"recipe": self.config.recipe, "seed": str(self.plan.seed), "k": str(k)}
         return tensors, {**notes, "step": str(self.step)}
 
-    @property
     def progress(self) -> dict[str, Any]:
-        """How far the run has come, as plain numbers."""
+        """How far the run has come, as plain numbers; called on every rank."""
         self._pause()
         # One loss per rank: their mean would be rounded.
-        own, ranks = self._loss.item(), range(self.worker.world_size)
-        losses = self.worker.total([own if rank == self.worker.rank else 0.0 for rank in ranks])
+        losses = [0.0] * self.worker.world_size
+        losses[self.worker.rank] = self._loss.item()
+        losses = self.worker.total(losses, "the losses of all ranks")
         return {
             "step": self.step,
             "losses": losses,
@@ -292,8 +294,7 @@ class Trainer:
             **({"method_seconds": dict(self._stopwatch.seconds)} if self.methods else {}),
         }
 
-    @progress.setter
-    def progress(self, state: Mapping[str, Any]) -> None:
+    def _set_progress(self, state: Mapping[str, Any]) -> None:
         self.step = int(state["step"])
         self._num_losses = int(state["num_losses"])
         losses = state["losses"]
@@ -306,8 +307,8 @@ class Trainer:
 
     def state_dict(self) -> State:
         """Everything that the rest of the run depends on."""
-        progress = self.progress
-        return self.parallel.state_of(self.model, self.optimizer, self._parts, progress)
+        progress = self.progress()
+        return self.parallel.state_of(self.model, self.optimizer, self._parts(), progress)
 
     def save(self, folder: RunFolder) -> None:
         """Write a checkpoint; called on every rank."""
@@ -318,16 +319,18 @@ class Trainer:
         state = self.parallel.load(folder, self.state_dict)
         if state is None:
             return False
-        progress = self.parallel.restore(state, self.model, self.optimizer, self._parts)
         try:
-            self.progress = progress
+            self._restore(state)
         except KeyError as error:
             raise StateError(f"the checkpoint does not match this run: {error}") from None
         return True
 
-    @property
+    def _restore(self, state: State) -> None:
+        parts = self._parts()
+        self._set_progress(self.parallel.restore(state, self.model, self.optimizer, parts))
+
     def _parts(self) -> dict[str, Any]:
-        """By their names in a checkpoint."""
+        """What a checkpoint holds besides the model and the optimizer, by name."""
         search = self._evaluation.search
         chosen = {} if search is None else {"window search": search}
         return {"averager": self.averager, **self.methods, **chosen, **self._wrapped.built}
@@ -351,8 +354,8 @@ class Trainer:
             **self._wrapped.facts,
         }
         if self._num_losses:
-            total = [self._loss.item() / self._num_losses]
-            [loss] = self.worker.total(total)
+            own = self._loss.item() / self._num_losses
+            [loss] = self.worker.total([own], "the training loss")
             labels["train_loss"] = loss / self.worker.world_size
             if not math.isfinite(loss):
                 raise LawaError(

@@ -102,7 +102,7 @@ class WrappedOptimizer:
 
     def mean_loss(self) -> float:
         """The loss of this step, the mean over all ranks."""
-        [total] = self._worker.total([float(self.loss)])
+        [total] = self._worker.total([float(self.loss)], "the loss of a step")
         return total / self._worker.world_size
 
     def skip(self) -> NoReturn:

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from lawa_lab.report import frontier_words, words
+from lawa_lab.report import frontier_words, saving_words, words
 from lawa_lab.report.curves import Axis, Metric
 from lawa_lab.report.figures.axes import Panel
 from lawa_lab.report.figures.files import Drawing, draw_panel, drawings, legend, svg_text
@@ -144,8 +144,8 @@ def _block(scene: Scene, drawing: Drawing) -> dict[str, Any]:
         sentences = [said, *sentences]
     elif drawing.kind.name == "saving":
         rows = report.own(drawing.run)
-        found = words.finding(scene.report.recipe, report.metric, rows[0])
-        sentences = [found, words.caveat(rows[0])]
+        found = saving_words.finding(scene.report.recipe, report.metric, rows[0])
+        sentences = [found, saving_words.caveat(rows[0])]
     ranged = any(line.low and not line.end_label for p in drawing.panels for line in p.lines)
     bands = "Lines are means over seeds, bands run from the worst to the best seed. "
     return {

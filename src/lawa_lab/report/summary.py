@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from lawa_lab.report import frontier_words, words
+from lawa_lab.report import frontier_words, saving_words
 from lawa_lab.report.curves import Axis, Metric
 from lawa_lab.report.frontier import Frontier, frontier_of
 from lawa_lab.report.runs import Run, Series, main_averages, metrics_of, treatment_rank
@@ -222,7 +222,7 @@ def summarise(runs: Sequence[Run], *, metric: str | None = None, k: int | None =
     told = tuple(recipe for recipe in recipes if recipe.metrics)
     if not told:
         raise _nothing(runs, metric)
-    how = words.definitions([recipe.axis for recipe in told])
+    how = saving_words.definitions([recipe.axis for recipe in told])
     if any(metric.frontier for recipe in told for metric in recipe.metrics):
         how = (*frontier_words.DEFINITIONS, *how)
     return Report(recipes=told, how=how)
@@ -255,7 +255,7 @@ def _recipe(recipe: str, runs: list[Run], name: str | None, k: int | None) -> Re
         recipe=recipe,
         axis=axis,
         metrics=tuple(report for report in reports if report.windows or report.frontier),
-        notes=words.notes_on(runs, axis),
+        notes=saving_words.notes_on(runs, axis),
     )
 
 
@@ -301,7 +301,7 @@ def _metric(
         main=tuple(main),
         windows=tuple(windows),
         runs=tuple(raw),
-        losses=words.losses(metric, main, windows),
+        losses=saving_words.losses(metric, main, windows),
         frontier=frontier,
     )
 
@@ -344,7 +344,7 @@ def _main_row(
         num_behind=compared.num_behind,
         num_compared=compared.num_compared,
         curve=compared.curve,
-        notes=words.limits_of(baseline, averaged, metric, axis),
+        notes=saving_words.limits_of(baseline, averaged, metric, axis),
     )
     return [row]
 

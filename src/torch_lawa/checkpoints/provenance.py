@@ -37,11 +37,9 @@ def provenance(coefficients: str, inputs: Sequence[Mapping[str, Any]]) -> dict[s
     }
 
 
-def note_provenance(
-    made: Mapping[str, Any], metadata: Mapping[str, str] | None = None
-) -> dict[str, str]:
+def note_provenance(made: Mapping[str, Any], metadata: Mapping[str, str]) -> dict[str, str]:
     """Metadata for safetensors files of PyTorch tensors, including the provenance `made`."""
-    return {"format": "pt", **(metadata or {}), PROVENANCE: json.dumps(made)}
+    return {"format": "pt", **metadata, PROVENANCE: json.dumps(made)}
 
 
 def write_provenance(folder: Path, metadata: Mapping[str, str]) -> None:

@@ -111,8 +111,8 @@ def command(
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from torch_lawa.cli.progress import run_with_progress
     from torch_lawa.cli.ranks import averaging
-    from torch_lawa.offline.engine import Meter
     from torch_lawa.offline.plan import plan_average
+    from torch_lawa.offline.threads import Meter
 
     meter = Meter()
     with (

@@ -57,8 +57,8 @@ def command(path: str, path2: str | None, tensors: bool, key: str | None, as_jso
 
 def _compare(a: str, b: str, key: str | None) -> "Difference":
     from torch_lawa.cli.progress import run_with_progress
-    from torch_lawa.offline.engine import Meter
     from torch_lawa.offline.inspect.comparison import compare_checkpoints
+    from torch_lawa.offline.threads import Meter
 
     meter = Meter()
     return run_with_progress(

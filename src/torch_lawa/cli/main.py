@@ -19,8 +19,8 @@ import click
 
 from torch_lawa._version import __version__
 from torch_lawa.cli.output import echo, shortened, tolerate_any_text
-from torch_lawa.cli.signals import noted_interrupts
 from torch_lawa.errors import ConfigError, LawaError
+from torch_lawa.signals import noted_interrupts
 
 __all__ = ["lawa", "main"]
 

@@ -6,8 +6,8 @@ from typing import TypeVar
 
 import click
 
-from torch_lawa.cli.signals import interruptible
-from torch_lawa.offline.engine import BackgroundTask, Meter, Stopped
+from torch_lawa.offline.threads import BackgroundTask, Meter, Stopped
+from torch_lawa.signals import interruptible
 
 __all__ = ["run_with_progress"]
 

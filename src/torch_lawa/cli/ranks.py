@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import click
 
 from torch_lawa.cli.progress import run_with_progress
-from torch_lawa.cli.signals import interrupt_once
 from torch_lawa.errors import ConfigError
-from torch_lawa.offline.engine import Meter, Stopped
+from torch_lawa.offline.threads import Meter, Stopped
 from torch_lawa.ranks.world import find_world
+from torch_lawa.signals import interrupt_once
 
 if TYPE_CHECKING:
     from torch_lawa.offline.average import Result

@@ -117,8 +117,9 @@ def command(
     """
     from torch_lawa.cli.progress import run_with_progress
     from torch_lawa.cli.ranks import require_one_process
-    from torch_lawa.offline.engine import Meter
-    from torch_lawa.offline.sweep import plan_sweep, run_sweep
+    from torch_lawa.offline.sweep import run_sweep
+    from torch_lawa.offline.sweep_plan import plan_sweep
+    from torch_lawa.offline.threads import Meter
 
     require_one_process("a sweep")
     if ks is None and horizon is None:

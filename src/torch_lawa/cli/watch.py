@@ -7,7 +7,7 @@ import click
 
 from torch_lawa.cli.options import average_options
 from torch_lawa.cli.output import echo
-from torch_lawa.cli.signals import StopRequest
+from torch_lawa.signals import StopRequest
 from torch_lawa.units import counted, few, format_bytes
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def command(
     trainer may delete it afterwards. The averages are the same as those of `lawa average`.
     """
     from torch_lawa.cli.ranks import require_one_process
-    from torch_lawa.offline.engine import BackgroundTask
+    from torch_lawa.offline.threads import BackgroundTask
     from torch_lawa.offline.watch.watcher import watch_run
 
     require_one_process("watching a run")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_lawa.checkpoints.formats.registry import checkpoint_parts
-from torch_lawa.checkpoints.formats.safetensors_folder import FolderSink, lay_file, write_index
+from torch_lawa.checkpoints.formats.safetensors_folder import FolderSink, create_file, write_index
 from torch_lawa.checkpoints.replacement import require_replaceable
 from torch_lawa.checkpoints.storage.atomic import (
     publish,
@@ -39,18 +39,18 @@ class FolderWriter:
             with self._explained():
                 self._aside = stack.enter_context(staging(self._target))
                 require_space(self._target.parent, self._plan.num_bytes)
-                self._sink = FolderSink(self._aside, self._lay_files())
+                self._sink = FolderSink(self._aside, self._create_files())
                 stack.callback(self._sink.close)
             self._stack = stack.pop_all()
         return self
 
-    def _lay_files(self) -> dict[str, dict[str, int]]:
+    def _create_files(self) -> dict[str, dict[str, int]]:
         """Make all files before the first value is computed, so that a full disk is found now."""
         found = {}
         for file in self._plan.files:
             entries = [(tensor.written, tensor.spec) for tensor in file.tensors]
             metadata = {**self._plan.metadata, **file.aliases}
-            starts, _ = lay_file(self._aside / file.name, entries, metadata)
+            starts, _ = create_file(self._aside / file.name, entries, metadata)
             found[file.name] = {tensor.name: starts[tensor.written] for tensor in file.tensors}
         return found
 

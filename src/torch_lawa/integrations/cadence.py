@@ -27,7 +27,7 @@ class Cadence:
     """
 
     def __init__(
-        self, schedule: Schedule, unit: Unit, start: int | float = 0, other_start: int = 0
+        self, schedule: Schedule, unit: Unit, start: int | float, other_start: int = 0
     ) -> None:
         check_kind("schedule", schedule, "due", "Every(n) or OnPlateau()")
         check_start(start, f"collecting by {unit}")

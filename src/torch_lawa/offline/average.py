@@ -17,19 +17,13 @@ from torch_lawa.checkpoints.provenance import note_provenance, provenance
 from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.errors import LayoutError
 from torch_lawa.garbage import paused_garbage_collection
-from torch_lawa.offline.engine import (
-    Meter,
-    default_threads,
-    in_threads,
-    refuse_damaged,
-    refusing_changes,
-    run,
-    whole,
-)
+from torch_lawa.offline.changes import refuse_damaged, refusing_changes
+from torch_lawa.offline.engine import average_spans, whole_tensors
 from torch_lawa.offline.matching import PlannedTensor
 from torch_lawa.offline.options import DEFAULTS, AverageOptions, check_threads
 from torch_lawa.offline.output_files import writing
 from torch_lawa.offline.plan import AveragePlan, Input, plan_average
+from torch_lawa.offline.threads import Meter, default_threads, in_threads
 
 __all__ = [
     "Result",
@@ -189,8 +183,10 @@ def run_average(
         ):
             before = time.perf_counter()
             # In the order of the output, so that it is written front to back.
-            spans = whole(tensor for file in sink.files for tensor, _ in file.tensors)
-            not_finite = run(opened, plan.weights, spans, sink, threads=threads, meter=meter)
+            spans = whole_tensors(tensor for file in sink.files for tensor, _ in file.tensors)
+            not_finite = average_spans(
+                opened, plan.weights, spans, sink, threads=threads, meter=meter
+            )
             engine_seconds = time.perf_counter() - before
     return Result.of(plan, started, engine_seconds, not_finite)
 

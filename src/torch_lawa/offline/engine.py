@@ -1,45 +1,31 @@
 """Average pieces of tensors in a few threads; every input byte is read once.
 
 A thread takes the next piece when it has finished one, so files are read and written front to back.
-The result does not depend on which thread computes a piece. Also here: running work in background
-threads, its progress meter, and the check that inputs did not change while they were read.
+The result does not depend on which thread computes a piece.
 """
 
-import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias
 
 from torch_lawa.checkpoints.formats.base import Checkpoint
-from torch_lawa.checkpoints.storage.byte_sources import find_damaged
-from torch_lawa.checkpoints.storage.paths import LocalPath, Location
 from torch_lawa.coefficients import Uniform, Weights
 from torch_lawa.errors import FormatError
 from torch_lawa.mean.dtypes import DTYPES
 from torch_lawa.mean.kernels import PIECE, Bytes, Pieces, all_finite, make_pieces, piece_length
 from torch_lawa.offline.matching import PlannedTensor
+from torch_lawa.offline.threads import Meter, in_threads
 
 __all__ = [
-    "BackgroundTask",
-    "Meter",
     "Span",
-    "Stopped",
+    "average_spans",
     "batched",
     "cut_spans",
-    "default_threads",
-    "in_threads",
     "read_piece",
-    "refuse_damaged",
-    "refusing_changes",
-    "run",
     "value_width",
-    "whole",
+    "whole_tensors",
 ]
 
-_T = TypeVar("_T")
 Span: TypeAlias = tuple[PlannedTensor, int, int]  # a tensor, its first value, one past its last
-_LOCAL_THREADS, _REMOTE_THREADS = 8, 16
 _REMOTE_PIECE = 1 << 19  # one request per piece
 
 
@@ -53,47 +39,6 @@ class Sink(Protocol):
     def write_all(self, parts: Sequence[tuple[str, int]], piece: Bytes) -> None:
         """Write several whole tensors, (name, bytes) each, whose bytes follow each other."""
         ...
-
-
-class Stopped(Exception):
-    """The work was stopped before it was complete."""
-
-    def __str__(self) -> str:
-        return "it was stopped by a signal."
-
-
-class Meter:
-    """Bytes done and in total, for a progress bar; also how to stop the work."""
-
-    def __init__(self) -> None:
-        self.total = self.done = 0
-        self.stopped = False
-        self._lock = threading.Lock()
-
-    def add(self, num_bytes: int) -> None:
-        """Count `num_bytes` more as done."""
-        with self._lock:
-            self.done += num_bytes
-
-    def stop(self) -> None:
-        """Make every thread end after its current piece."""
-        self.stopped = True
-
-    def proceed(self) -> None:
-        """Raise `Stopped` once the work is to stop."""
-        if self.stopped:
-            raise Stopped
-
-
-def default_threads(checkpoints: Sequence[Checkpoint], processes: int = 1) -> int:
-    """One thread per core, shared among the `processes` on this machine; more for remote files.
-
-    Threads that read from a server spend most of their time waiting.
-    """
-    if not all(c.location.local for c in checkpoints):
-        return max(1, _REMOTE_THREADS // processes)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(_LOCAL_THREADS, (cores or 1) // processes))
 
 
 def drop_zeros(
@@ -110,21 +55,21 @@ def value_width(code: str) -> int:
     return dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
 
 
-def whole(tensors: Iterable[PlannedTensor]) -> Iterator[Span]:
+def whole_tensors(tensors: Iterable[PlannedTensor]) -> Iterator[Span]:
     """Every tensor from its first value to its last."""
     for tensor in tensors:
         yield tensor, 0, tensor.source.nbytes // value_width(tensor.source.dtype)
 
 
-def cut_spans(spans: Iterable[Span], length: int | None = None) -> Iterator[Span]:
-    """Cut spans into pieces of at most `length` values; the default length fits the cache."""
+def cut_spans(spans: Iterable[Span], length: int | None) -> Iterator[Span]:
+    """Cut spans into pieces of at most `length` values; None: a length that fits the cache."""
     for tensor, first, last in spans:
         piece = length or piece_length(tensor.source.dtype, tensor.target.dtype)
         for start in range(first, last, piece):
             yield tensor, start, min(start + piece, last)
 
 
-def run(
+def average_spans(
     checkpoints: Sequence[Checkpoint],
     weights: Weights,
     spans: Iterable[Span],
@@ -258,137 +203,3 @@ def _read_all(checkpoint: Checkpoint, names: Sequence[str], size: int) -> Bytes:
             "while it was being read. Try again when it is complete."
         )
     return raw
-
-
-@contextmanager
-def refusing_changes(opened: Sequence[Checkpoint]) -> Iterator[None]:
-    """Fail if a local input file was written to during the block: the bytes read may be mixed.
-
-    A file that was deleted or replaced by another of its name was read as it had been, so that is
-    no error. Remote files are not checked.
-    """
-    locations = [location for checkpoint in opened for location in checkpoint.files]
-    local = [location for location in locations if isinstance(location, LocalPath)]
-    before = [(location, _stamp(location)) for location in local]
-    yield
-    refuse_damaged(local)
-    for location, (inode, *stamp) in before:
-        try:
-            inode_now, *stamp_now = _stamp(location)
-        except FileNotFoundError:
-            continue
-        if inode_now == inode and stamp_now != stamp:
-            raise FormatError(
-                f"{location}: was written to while it was being read, so nothing was made of it. "
-                "Try again when it is complete; `lawa watch` waits for that by itself."
-            )
-
-
-def refuse_damaged(locations: Iterable[Location]) -> None:
-    """Fail if one of these files, which are still open, was truncated while it was read."""
-    paths = [location.path for location in locations if isinstance(location, LocalPath)]
-    for path in find_damaged(paths):
-        raise FormatError(
-            f"{path}: was truncated while it was being read, so nothing was made of it. Try again "
-            "when it is complete; `lawa watch` waits for that by itself."
-        )
-
-
-def _stamp(location: LocalPath) -> tuple[int, int, int]:
-    found = location.path.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-class BackgroundTask(Generic[_T]):
-    """A function that runs in a daemon thread.
-
-    >>> BackgroundTask(lambda: 6 * 7).start().result()
-    42
-    """
-
-    def __init__(self, act: Callable[[], _T]) -> None:
-        self._act = act
-        self._made: list[_T] = []
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        # After a Ctrl-C neither `Thread.join` nor `Thread.ident` can tell whether it is running.
-        self._begun = threading.Lock()
-        self._ended = threading.Event()
-
-    def _run(self) -> None:
-        if not self._begun.acquire(blocking=False):
-            return
-        try:
-            self._made.append(self._act())
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._ended.set()
-
-    @property
-    def succeeded(self) -> bool:
-        """Whether the function has returned."""
-        return bool(self._made)
-
-    def start(self) -> "BackgroundTask[_T]":
-        """Start the thread."""
-        self._thread.start()
-        return self
-
-    def wait(self, timeout: float) -> bool:
-        """Wait for at most `timeout` seconds; whether it has ended."""
-        return self._ended.wait(timeout)
-
-    def end(self) -> None:
-        """Wait for the end, or keep it from beginning if it has not."""
-        if not self._begun.acquire(blocking=False):
-            self._ended.wait()
-
-    def result(self) -> _T:
-        """Wait for the end; what the function returned, or the error that it raised."""
-        while not self._ended.wait(1.0):  # in slices, so that signals are handled meanwhile
-            pass
-        if self._error is not None:
-            raise self._error
-        return self._made[0]
-
-
-def in_threads(
-    num_threads: int,
-    todo: Iterator[_T],
-    work: Callable[[Iterator[_T]], None],
-    meter: Meter,
-) -> None:
-    """Share `todo` among threads; the first error stops all of them and is raised here."""
-    lock = threading.Lock()
-    errors: list[BaseException] = []
-
-    def share() -> Iterator[_T]:
-        while not (meter.stopped or errors):
-            with lock:
-                item = next(todo, None)
-            if item is None:
-                return
-            yield item
-
-    def guarded() -> None:
-        try:
-            work(share())
-        except BaseException as error:
-            errors.append(error)
-
-    tasks = [BackgroundTask(guarded) for _ in range(num_threads)]
-    try:
-        for task in tasks:
-            task.start()
-        for task in tasks:
-            task.result()
-    except BaseException:  # Ctrl-C: let every thread finish its piece
-        meter.stop()
-        for task in tasks:
-            task.wait(10.0)
-        raise
-    if errors:
-        raise errors[0]
-    if meter.stopped:
-        raise Stopped

@@ -8,7 +8,7 @@ from typing import Literal
 from torch_lawa.checkpoints.formats.base import Checkpoint, TensorSpec
 from torch_lawa.errors import ConfigError, LayoutError
 from torch_lawa.mean.dtypes import DTYPES, averageable, is_statistic
-from torch_lawa.offline.options import DEFAULTS, AverageOptions
+from torch_lawa.offline.options import AverageOptions
 
 __all__ = ["PlannedTensor", "Rule", "match_tensors", "shared_aliases"]
 
@@ -27,7 +27,7 @@ class PlannedTensor:
 
 
 def match_tensors(
-    checkpoints: Sequence[Checkpoint], options: AverageOptions = DEFAULTS
+    checkpoints: Sequence[Checkpoint], options: AverageOptions
 ) -> list[PlannedTensor]:
     """The tensors of the output, in the newest checkpoint's order; all checkpoints must match."""
     newest = checkpoints[-1]
@@ -55,7 +55,7 @@ def match_tensors(
 
 
 def shared_aliases(
-    checkpoints: Sequence[Checkpoint], tensors: Sequence[PlannedTensor], strip_prefix: str = ""
+    checkpoints: Sequence[Checkpoint], tensors: Sequence[PlannedTensor], strip_prefix: str
 ) -> dict[str, str]:
     """Tied names that all checkpoints share, among the tensors that are written."""
     written = {t.name: t.written for t in tensors}

@@ -1,6 +1,6 @@
 """Carry out a plan with all ranks of a job: the same bytes as one process, all or nothing.
 
-Rank 0 plans, lays out the files at their full size under a temporary name and sends the plan. Every
+Rank 0 plans, creates the files at their full size under a temporary name and sends the plan. Every
 rank fills its share and flushes it. When all have, rank 0 publishes the result. The ranks read the
 same inputs and write to the same file system; both functions below make the same exchanges.
 """
@@ -28,18 +28,13 @@ from torch_lawa.offline.average import (
     open_inputs,
     per_input,
 )
-from torch_lawa.offline.engine import (
-    Meter,
-    Span,
-    default_threads,
-    refusing_changes,
-    run,
-    value_width,
-)
+from torch_lawa.offline.changes import refusing_changes
+from torch_lawa.offline.engine import Span, average_spans, value_width
 from torch_lawa.offline.matching import PlannedTensor
 from torch_lawa.offline.options import check_threads
-from torch_lawa.offline.output_files import LaidFile, SafetensorsSink, writing
+from torch_lawa.offline.output_files import OutputFile, SafetensorsSink, writing
 from torch_lawa.offline.plan import AveragePlan
+from torch_lawa.offline.threads import Meter, default_threads
 from torch_lawa.ranks.agreement import FailTogether
 
 __all__ = ["BLOCK", "average_as_other_rank", "average_as_rank_0", "share_cuts", "spans_between"]
@@ -97,7 +92,7 @@ def average_as_rank_0(
             task = _SharedWork.of(plan, sink, ranks.size)
             ranks.exchange(_LAYOUT, asdict(task))
             spans = task.spans(0)
-            found = run(opened, plan.weights, spans, sink, threads=threads, meter=meter)
+            found = average_spans(opened, plan.weights, spans, sink, threads=threads, meter=meter)
             sink.flush()
             reports = ranks.exchange(_VALUES, found)
             engine_seconds = time.perf_counter() - before
@@ -112,7 +107,7 @@ def average_as_rank_0(
 
 
 def average_as_other_rank(
-    ranks: FailTogether, *, local_size: int, threads: int | None = None, meter: Meter
+    ranks: FailTogether, *, local_size: int, threads: int | None, meter: Meter
 ) -> None:
     """Do this rank's share of the plan of rank 0; returns when the result is published."""
     with ranks.failing(), ExitStack() as stack:
@@ -132,7 +127,9 @@ def average_as_other_rank(
         stack.callback(sink.close)
         spans = task.spans(ranks.rank)
         with refusing_changes(opened):
-            not_finite = run(opened, task.weights, spans, sink, threads=threads, meter=meter)
+            not_finite = average_spans(
+                opened, task.weights, spans, sink, threads=threads, meter=meter
+            )
         sink.flush()
         sink.close()
         ranks.exchange(_VALUES, not_finite)
@@ -145,7 +142,7 @@ class _SharedWork:
 
     folder: str
     weights: Weights
-    files: tuple[LaidFile, ...]
+    files: tuple[OutputFile, ...]
     cuts: tuple[int, ...]
 
     @classmethod
@@ -170,14 +167,16 @@ class _SharedWork:
             return PlannedTensor(source=spec(**source), target=spec(**target), **rest)
 
         files = [
-            LaidFile(f["file"], f["size"], tuple((tensor(**t), start) for t, start in f["tensors"]))
+            OutputFile(
+                f["file"], f["size"], tuple((tensor(**t), start) for t, start in f["tensors"])
+            )
             for f in sent["files"]
         ]
         weights = Weights(tuple(sent["weights"]["numerators"]), sent["weights"]["divisor"])
         return cls(sent["folder"], weights, tuple(files), tuple(sent["cuts"]))
 
 
-def share_cuts(files: Sequence[LaidFile], num_shares: int, num_averaged: int) -> list[int]:
+def share_cuts(files: Sequence[OutputFile], num_shares: int, num_averaged: int) -> list[int]:
     """Where each share begins, and where the last one ends.
 
     Positions count through all files, each of which begins at a whole block; a cut may be in the
@@ -202,7 +201,7 @@ def share_cuts(files: Sequence[LaidFile], num_shares: int, num_averaged: int) ->
     return [*cuts, *[end] * (num_shares + 1 - len(cuts))]
 
 
-def spans_between(files: Iterable[LaidFile], begin: int, end: int) -> list[Span]:
+def spans_between(files: Iterable[OutputFile], begin: int, end: int) -> list[Span]:
     """The parts of tensors from position `begin` to `end`, both at whole blocks."""
     spans = []
     for tensor, start, stop in _positions(files):
@@ -216,7 +215,7 @@ def spans_between(files: Iterable[LaidFile], begin: int, end: int) -> list[Span]
     return spans
 
 
-def _positions(files: Iterable[LaidFile]) -> Iterable[tuple[PlannedTensor, int, int]]:
+def _positions(files: Iterable[OutputFile]) -> Iterable[tuple[PlannedTensor, int, int]]:
     base = 0
     for file in files:
         for tensor, start in file.tensors:
@@ -224,12 +223,12 @@ def _positions(files: Iterable[LaidFile]) -> Iterable[tuple[PlannedTensor, int, 
         base += _blocks(file) * BLOCK
 
 
-def _blocks(file: LaidFile) -> int:
+def _blocks(file: OutputFile) -> int:
     return -(-file.size // BLOCK)
 
 
 def _open_sink(task: _SharedWork, rank: int) -> SafetensorsSink:
-    """The files that a rank writes to, as rank 0 has laid them out."""
+    """The files that a rank writes to, as rank 0 has created them."""
     names = {tensor.name for tensor, _, _ in task.spans(rank)}
     files = [f for f in task.files if any(tensor.name in names for tensor, _ in f.tensors)]
     try:

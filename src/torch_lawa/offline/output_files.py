@@ -20,7 +20,7 @@ from torch_lawa.checkpoints.formats.registry import (
     checkpoint_parts,
     is_checkpoint_file,
 )
-from torch_lawa.checkpoints.formats.safetensors_folder import FolderSink, lay_file, write_index
+from torch_lawa.checkpoints.formats.safetensors_folder import FolderSink, create_file, write_index
 from torch_lawa.checkpoints.replacement import require_replaceable
 from torch_lawa.checkpoints.storage.atomic import (
     publish,
@@ -33,16 +33,16 @@ from torch_lawa.checkpoints.storage.paths import LocalPath, Location, RemoteURL
 from torch_lawa.errors import LawaError, OutputError
 from torch_lawa.garbage import paused_garbage_collection
 from torch_lawa.mean.dtypes import DTYPES
-from torch_lawa.offline.engine import Meter
 from torch_lawa.offline.matching import PlannedTensor
 from torch_lawa.offline.output_plan import Output
+from torch_lawa.offline.threads import Meter
 from torch_lawa.system_errors import named_errors
 
-__all__ = ["LaidFile", "SafetensorsSink", "writing"]
+__all__ = ["OutputFile", "SafetensorsSink", "writing"]
 
 
 @dataclass(frozen=True)
-class LaidFile:
+class OutputFile:
     """A safetensors file of the output: its size, its tensors, and the offset of each."""
 
     file: str
@@ -50,9 +50,9 @@ class LaidFile:
     tensors: tuple[tuple[PlannedTensor, int], ...]
 
 
-def lay_out(
-    folder: Path, output: Output, metadata: Mapping[str, str], *, flushed: bool = False
-) -> list[LaidFile]:
+def create_files(
+    folder: Path, output: Output, metadata: Mapping[str, str], *, flushed: bool
+) -> list[OutputFile]:
     """Create the safetensors files of `output`: their headers, and space for the values.
 
     With `flushed`, other machines see the files before they write into them.
@@ -61,17 +61,17 @@ def lay_out(
     with paused_garbage_collection():
         for shard in output.shards:
             entries = [(t.written, t.target) for t in shard.tensors]
-            starts, size = lay_file(folder / shard.file, entries, metadata, flushed=flushed)
+            starts, size = create_file(folder / shard.file, entries, metadata, flushed=flushed)
             files.append(
-                LaidFile(shard.file, size, tuple((t, starts[t.written]) for t in shard.tensors))
+                OutputFile(shard.file, size, tuple((t, starts[t.written]) for t in shard.tensors))
             )
     return files
 
 
 class SafetensorsSink(FolderSink):
-    """Writes pieces into files that `lay_out` created; tensors are named as in the inputs."""
+    """Writes pieces into files that `create_files` created; tensors are named as in the inputs."""
 
-    def __init__(self, folder: Path, files: Sequence[LaidFile]) -> None:
+    def __init__(self, folder: Path, files: Sequence[OutputFile]) -> None:
         self.folder, self.files = folder, files
         super().__init__(folder, {f.file: {t.name: at for t, at in f.tensors} for f in files})
 
@@ -92,7 +92,7 @@ def writing(
     """
     proceed = (meter or Meter()).proceed
     with _aside(output) as folder:
-        files = lay_out(folder, output, {**metadata, **aliases}, flushed=shared)
+        files = create_files(folder, output, {**metadata, **aliases}, flushed=shared)
         sink = SafetensorsSink(folder, files)
         try:
             yield sink
@@ -208,8 +208,8 @@ def _upload(folder: Path, location: RemoteURL, output: Output) -> None:
 def _copy(location: Location, path: Path, output: Output) -> None:
     with named_errors(path):
         location.copy_to(path)
-    floats = {t.target.dtype for shard in output.shards for t in shard.tensors
-              if t.source.dtype != t.target.dtype}  # fmt: skip
+    tensors = [tensor for shard in output.shards for tensor in shard.tensors]
+    floats = {t.target.dtype for t in tensors if t.source.dtype != t.target.dtype}
     if location.name == "config.json" and len(floats) == 1:
         config = location.read_json()
         for key in ("torch_dtype", "dtype"):

@@ -141,8 +141,9 @@ def plan_output(
             f"{location}: only safetensors can be written to a URL. Write to a path and upload it, "
             "or use --layout single or sharded."
         )
-    shards = _shards(location, newest, tensors, "single" if converted else chosen,
-                     max_shard_size, is_file)  # fmt: skip
+    shards = _shards(
+        location, newest, tensors, "single" if converted else chosen, max_shard_size, is_file
+    )
     _refuse_clashes(location, checkpoints, is_file=is_file, overwrite=overwrite)
     return Output(
         location=location,

@@ -10,13 +10,12 @@ from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location
 from torch_lawa.errors import ConfigError, OutputError
 from torch_lawa.metrics import Row, read_metrics
+from torch_lawa.offline.sweep_plan import SweepPlan, SweepWindow
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from torch_lawa.offline.sweep import SweepPlan, SweepWindow
-
-__all__ = ["IDENTITY", "Evaluator", "evaluate", "source", "without_known"]
+__all__ = ["IDENTITY", "Evaluator", "evaluate", "newest_checkpoint", "without_known"]
 
 # What a row is about; see `without_known`.
 IDENTITY = ("step", "epoch", "weights", "k", "horizon", "coefficients", "checkpoint")
@@ -24,7 +23,7 @@ IDENTITY = ("step", "epoch", "weights", "k", "horizon", "coefficients", "checkpo
 Evaluator = Callable[["dict[str, Tensor]"], Mapping[str, Any]]
 
 
-def without_known(plan: "SweepPlan", metrics: Path | None) -> "list[SweepWindow]":
+def without_known(plan: SweepPlan, metrics: Path | None) -> list[SweepWindow]:
     """The windows that the metrics file has no row of; rows of another run are refused."""
     if metrics is None or not metrics.exists():
         return list(plan.windows)
@@ -38,7 +37,7 @@ def without_known(plan: "SweepPlan", metrics: Path | None) -> "list[SweepWindow]
         key = w.step, w.epoch, _k(w), w.horizon, None if w.k == 1 else plan.coefficients
         if key not in known:
             todo.append(w)
-        elif known[key] not in (None, here := source(plan, w, metrics)):
+        elif known[key] not in (None, here := newest_checkpoint(plan, w, metrics)):
             raise OutputError(
                 f"{metrics}: has a row of {known[key]}, but this sweep is about {here}. Write "
                 "each run's rows to a metrics file of its own (--metrics)."
@@ -46,7 +45,7 @@ def without_known(plan: "SweepPlan", metrics: Path | None) -> "list[SweepWindow]
     return todo
 
 
-def source(plan: "SweepPlan", window: "SweepWindow", metrics: Path) -> str:
+def newest_checkpoint(plan: SweepPlan, window: SweepWindow, metrics: Path) -> str:
     """The newest checkpoint of a window, as seen from the metrics file: both may be moved."""
     location = plan.found[window.end].location
     if isinstance(location, LocalPath):
@@ -54,14 +53,14 @@ def source(plan: "SweepPlan", window: "SweepWindow", metrics: Path) -> str:
     return str(location)
 
 
-def _k(window: "SweepWindow") -> int | None:
+def _k(window: SweepWindow) -> int | None:
     return None if window.k == 1 else window.k
 
 
 def evaluate(
     evaluator: Evaluator,
     location: Location,
-    window: "SweepWindow",
+    window: SweepWindow,
     facts: Mapping[str, Any],
 ) -> Row:
     """The row of one result, with the values that the evaluator returns for it."""

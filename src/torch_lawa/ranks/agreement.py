@@ -72,7 +72,7 @@ def check_same_decision(model: nn.Module | Mapping[str, Tensor], due: bool, call
             )
 
 
-def check_same_choice(model: nn.Module, k: int, group: "ProcessGroup | None" = None) -> None:
+def check_same_choice(model: nn.Module, k: int, group: "ProcessGroup | None") -> None:
     """Refuse a window that only some ranks chose, of a sharded model or of the group's ranks."""
     for each in _sharing(model, group):
         ks = all_gather("choosing a window", k, each)
@@ -83,7 +83,7 @@ def check_same_choice(model: nn.Module, k: int, group: "ProcessGroup | None" = N
             )
 
 
-def all_true(where: str, model: nn.Module, yes: bool, group: "ProcessGroup | None" = None) -> bool:
+def all_true(where: str, model: nn.Module, yes: bool, group: "ProcessGroup | None") -> bool:
     """Whether it is true on all ranks that share a model, or that are in the group."""
     for each in _sharing(model, group):
         yes = all(all_gather(where, yes, each))

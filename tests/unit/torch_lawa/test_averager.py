@@ -201,10 +201,10 @@ class Language(nn.Module):
 
 
 def collected_by_name(
-    model: nn.Module, num: int = 3, **options: Any
+    model: nn.Module, **options: Any
 ) -> tuple[LatestWeightAverager, list[dict[str, torch.Tensor]]]:
     averager, states = LatestWeightAverager(k=2, **options), []
-    for _ in range(num):
+    for _ in range(3):
         states.append(shake(model))
         averager.collect(model)
     return averager, states

@@ -29,10 +29,10 @@ def weight(model: nn.Module) -> float:
     return model[0].weight[0, 0].item()  # type: ignore[index, no-any-return]
 
 
-def ready(history: int = 4, **options: Any) -> tuple[nn.Module, LatestWeightAverager, SpikeRescue]:
+def ready(**options: Any) -> tuple[nn.Module, LatestWeightAverager, SpikeRescue]:
     """Snapshots of 1, 2 and 3, each followed by a normal loss, and enough losses."""
     model, averager = net(), LatestWeightAverager(k=4)
-    rescue = SpikeRescue(averager, history=history, **options)
+    rescue = SpikeRescue(averager, history=4, **options)
     for value in (1.0, 2.0, 3.0):
         put(model, value)
         averager.collect(model)

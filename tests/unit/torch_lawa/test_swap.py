@@ -292,10 +292,10 @@ def test_a_swap_that_is_dropped_returns_the_weights_at_once() -> None:
     before = state(model)
     gc.disable()
     try:
-        lent = averager.swapped_into(model)
-        lent.__enter__()
+        dropped = averager.swapped_into(model)
+        dropped.__enter__()
         assert swap._swapped
-        del lent
+        del dropped
         assert not swap._swapped
     finally:
         gc.enable()

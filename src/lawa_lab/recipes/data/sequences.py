@@ -52,7 +52,7 @@ class Sequences:
         return out
 
     def shuffled(
-        self, size: int, generator: torch.Generator, share: slice, first: int = 0
+        self, size: int, generator: torch.Generator, share: slice, first: int
     ) -> Iterator[tuple[int, Tensor]]:
         """Numbered batches of `size` rows in random order, from the `first` on.
 

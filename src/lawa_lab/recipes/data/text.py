@@ -84,7 +84,7 @@ def read_text(path: Path) -> Iterator[str]:
                 yield text
 
 
-def smoke_text(num_sentences: int = 400, *, seed: int = 0) -> str:
+def smoke_text(num_sentences: int, *, seed: int = 0) -> str:
     """Synthetic text with something to learn: each of 200 words has four possible successors.
 
     >>> smoke_text(2) == smoke_text(2), smoke_text(2).count(".")

@@ -193,7 +193,7 @@ def score(
             right, counted = guesses == labels[:, None], labels != NOT_COUNTED
             hits = right[:, 0].sum(), right.sum()
             sums += torch.stack([losses.double().sum(), *hits, counted.sum()])
-    *totals, num_examples = worker.total(sums.tolist())
+    *totals, num_examples = worker.total(sums.tolist(), "the sums of an evaluation")
     values = [total / num_examples for total in totals]  # loss, top-1, top-5
     return dict(zip(score_names(prefix, num_classes), values, strict=False))
 

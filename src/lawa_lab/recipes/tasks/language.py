@@ -87,7 +87,7 @@ class LanguageTask:
             losses = model(*_shifted(rows), per_token=True)
             counted = used.unsqueeze(1).expand_as(losses)
             sums += torch.stack(((losses.double() * counted).sum(), counted.sum()))
-        loss, num_tokens = worker.total(sums.tolist())
+        loss, num_tokens = worker.total(sums.tolist(), "the sums of an evaluation")
         return loss / num_tokens
 
 

@@ -105,7 +105,7 @@ class MaskedLanguageTask:
             labels[~used] = IGNORED
             losses, hits = model(inputs, labels, per_token=True)
             sums += torch.stack((losses.double().sum(), hits.sum(), (labels != IGNORED).sum()))
-        loss, num_hits, num_chosen = self._worker.total(sums.tolist())
+        loss, num_hits, num_chosen = worker.total(sums.tolist(), "the sums of an evaluation")
         return {"valid_loss": loss / num_chosen, "valid_accuracy": num_hits / num_chosen}
 
 

@@ -12,15 +12,14 @@ from lawa_lab.report.figures.registry import Say, register_figure
 from lawa_lab.report.figures.scene import Scene
 from lawa_lab.report.figures.style import PALE, RAW, Dashes, Style
 from lawa_lab.report.runs import Run, Series
+from lawa_lab.report.saving_words import losses, seen_at_targets
 from lawa_lab.report.summary import MainRow, WindowRow
 from lawa_lab.report.window_words import seen_in_windows
 from lawa_lab.report.words import (
-    losses,
     plain,
     say_rows,
     say_rule,
     say_series,
-    seen_at_targets,
 )
 
 Fixed: TypeAlias = Callable[[Series], tuple[object, ...]]

@@ -205,7 +205,7 @@ class DistributedMetadata:
     `classes` are more names that the pickle may use; they are not imported.
     """
 
-    def __init__(self, location: Location, classes: Iterable[str] = ()) -> None:
+    def __init__(self, location: Location, classes: Iterable[str]) -> None:
         self.location = location
         if not location.is_file():
             raise FormatError(f"{location}: does not exist: not a distributed checkpoint.")

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_SHARD",
     "FolderSink",
+    "create_file",
     "group_by_size",
-    "lay_file",
     "shard_names",
     "widest_first",
     "write_at",
@@ -74,7 +74,7 @@ def shard_names(stem: str, num_shards: int) -> list[str]:
     return [f"{stem}-{i:05d}-of-{total}.safetensors" for i in range(1, num_shards + 1)]
 
 
-def lay_file(
+def create_file(
     path: Path,
     entries: Sequence[tuple[str, TensorSpec]],
     metadata: Mapping[str, str],
@@ -112,7 +112,7 @@ def write_at(handle: int, data: bytes | memoryview, at: int) -> None:
 
 
 class FolderSink:
-    """Files made by `lay_file`, filled piece by piece, in any order and from any thread.
+    """Files made by `create_file`, filled piece by piece, in any order and from any thread.
 
     `starts` says where in which file each tensor begins: file -> tensor -> byte.
     """

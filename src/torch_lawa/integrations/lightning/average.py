@@ -46,9 +46,9 @@ class ModuleAverage(MonitoredWindow):
         options: Mapping[str, Any],
         batch_norm: BatchNormCache,
         forward: Callable[[Any, Any], Any],
-        search: WindowSearch | None = None,
-        monitor: str = "val_loss",
-        rescue: SpikeRescue | None = None,
+        search: WindowSearch | None,
+        monitor: str,
+        rescue: SpikeRescue | None,
     ) -> None:
         self.name, self.cadence, self.batch_norm = name, cadence, batch_norm
         self._options, self._forward = options, forward

@@ -8,18 +8,13 @@ from torch_lawa.checkpoints.find.step_names import parse_name
 from torch_lawa.checkpoints.formats.base import Checkpoint
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.mean.kernels import PIECE
-from torch_lawa.offline.engine import (
-    Meter,
-    default_threads,
-    in_threads,
-    read_piece,
-    refusing_changes,
-    value_width,
-)
+from torch_lawa.offline.changes import refusing_changes
+from torch_lawa.offline.engine import read_piece, value_width
 from torch_lawa.offline.inspect.difference import Difference, Side, TensorDifference
 from torch_lawa.offline.inspect.distances import PieceDifference, Sums, comparable
 from torch_lawa.offline.inspect.inspection import find_one
 from torch_lawa.offline.options import check_threads
+from torch_lawa.offline.threads import Meter, default_threads, in_threads
 
 __all__ = ["compare_checkpoints"]
 

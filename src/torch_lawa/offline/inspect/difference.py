@@ -164,8 +164,10 @@ class Difference:
             )
         overall = self.overall
         if overall.dd:
-            rows = [("|a-b| / |a|", _number(overall.relative), "relative L2 distance"),
-                    ("cosine", _cosine(overall.cosine), "similarity")]  # fmt: skip
+            rows = [
+                ("|a-b| / |a|", _number(overall.relative), "relative L2 distance"),
+                ("cosine", _cosine(overall.cosine), "similarity"),
+            ]
             lines += labelled("Overall", aligned(rows))
         for at, (nan, inf) in enumerate(zip(overall.nan, overall.inf, strict=True)):
             if nan or inf:

@@ -139,8 +139,10 @@ class PieceDifference:
         if not math.isfinite(aa + bb):
             lost = ~(np.isfinite(x) & np.isfinite(y)).reshape(-1, parts).all(1)
             nans = [np.isnan(v).reshape(-1, parts).any(1) for v in (x, y)]
-            infs = [np.isinf(v).reshape(-1, parts).any(1) & ~n
-                    for v, n in zip((x, y), nans, strict=True)]  # fmt: skip
+            infs = [
+                np.isinf(v).reshape(-1, parts).any(1) & ~n
+                for v, n in zip((x, y), nans, strict=True)
+            ]
             nan = (int(nans[0].sum()), int(nans[1].sum()))
             inf = (int(infs[0].sum()), int(infs[1].sum()))
             x.reshape(-1, parts)[lost] = y.reshape(-1, parts)[lost] = 0.0

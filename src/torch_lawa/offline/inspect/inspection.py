@@ -19,8 +19,8 @@ from torch_lawa.checkpoints.formats.registry import open_checkpoint
 from torch_lawa.checkpoints.provenance import PROVENANCE
 from torch_lawa.checkpoints.storage.paths import Location, parse_location
 from torch_lawa.errors import ConfigError, FormatError, LayoutError
-from torch_lawa.offline.engine import Meter, in_threads
 from torch_lawa.offline.inspect.text import aligned, labelled, plain, shortened, wrapped
+from torch_lawa.offline.threads import Meter, in_threads
 from torch_lawa.units import counted, few, format_bytes
 
 __all__ = ["Inspection", "RunInspection", "find_one", "inspect_checkpoint", "inspect_path"]
@@ -150,29 +150,37 @@ class Inspection:
 
 
 @dataclass(frozen=True)
+class RunEntry:
+    """A checkpoint of a run: its format and the bytes of its tensors, or why it is not readable."""
+
+    found: FoundCheckpoint
+    format: str | None
+    num_bytes: int | None
+    error: str | None
+
+
+@dataclass(frozen=True)
 class RunInspection:
     """The checkpoints of a run's folder or of a pattern, oldest first."""
 
     path: str
-    found: tuple[FoundCheckpoint, ...]
-    formats: tuple[str, ...]  # of each, or why it is not readable
-    sizes: tuple[int | None, ...]  # bytes of tensors; None where it is not readable
+    entries: tuple[RunEntry, ...]
     ordered_by: str
     notes: tuple[str, ...] = field(default=())
 
     def __str__(self) -> str:
         order = "in the order given" if self.ordered_by == "given" else f"by {self.ordered_by}"
-        number = counted(len(self.found), "checkpoint")
+        number = counted(len(self.entries), "checkpoint")
         lines = [f"{plain(self.path)}: {number}, oldest first ({order})"]
-        rows, unreadable = [], []
-        for each, form, size in zip(self.found, self.formats, self.sizes, strict=True):
-            shown = "not readable" if size is None else form
-            label = each.label if each.label != each.location.name else ""
-            rows.append((label, "" if size is None else format_bytes(size), shown,
-                         plain(each.location.name)))  # fmt: skip
-            unreadable += [form] if size is None else []
+        rows = []
+        for entry in self.entries:
+            name, label = entry.found.location.name, entry.found.label
+            size = "" if entry.num_bytes is None else format_bytes(entry.num_bytes)
+            shown = entry.format or "not readable"
+            rows.append((label if label != name else "", size, shown, plain(name)))
         lines += [f"  {line}" for line in aligned(rows, right={0, 1})]
-        for note in (*unreadable, *self.notes):
+        errors = [entry.error for entry in self.entries if entry.error is not None]
+        for note in (*errors, *self.notes):
             lines += labelled("Note", wrapped(note))
         return "\n".join(lines)
 
@@ -184,14 +192,14 @@ class RunInspection:
             "ordered_by": self.ordered_by,
             "checkpoints": [
                 {
-                    "path": str(each.location),
-                    "step": each.step,
-                    "epoch": each.epoch,
-                    "format": None if size is None else form,
-                    "bytes": size,
-                    "error": form if size is None else None,
+                    "path": str(entry.found.location),
+                    "step": entry.found.step,
+                    "epoch": entry.found.epoch,
+                    "format": entry.format,
+                    "bytes": entry.num_bytes,
+                    "error": entry.error,
                 }
-                for each, form, size in zip(self.found, self.formats, self.sizes, strict=True)
+                for entry in self.entries
             ],
             "notes": list(self.notes),
         }
@@ -205,9 +213,8 @@ def inspect_path(
     found = discovery.found
     if not discovery.is_run and len(found) == 1:
         return _inspect(discovery, key)
-    return RunInspection(
-        os.fspath(path), found, *_open_all(found, key), discovery.ordered_by, discovery.notes
-    )
+    entries = tuple(_open_all(found, key))
+    return RunInspection(os.fspath(path), entries, discovery.ordered_by, discovery.notes)
 
 
 def inspect_checkpoint(path: str | os.PathLike[str], key: str | None = None) -> Inspection:
@@ -225,7 +232,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], key: str | None = None) -> 
     return _inspect(find_one(path, key), key)
 
 
-def find_one(path: str | os.PathLike[str], key: str | None = None) -> Discovery:
+def find_one(path: str | os.PathLike[str], key: str | None) -> Discovery:
     """Find the one checkpoint that a path names."""
     discovery = _discover(path, key)
     if discovery.is_run or len(discovery.found) > 1:
@@ -263,23 +270,21 @@ def _inspect(discovery: Discovery, key: str | None) -> Inspection:
         )
 
 
-def _open_all(
-    found: Sequence[FoundCheckpoint], key: str | None
-) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
-    """The format (or error) and the size of each; one bad checkpoint does not hide the others."""
-    made: dict[int, tuple[str, int | None]] = {}
+def _open_all(found: Sequence[FoundCheckpoint], key: str | None) -> list[RunEntry]:
+    """What each of them is; one bad checkpoint does not hide the others."""
+    made: dict[int, RunEntry] = {}
 
     def work(todo: Iterator[tuple[int, FoundCheckpoint]]) -> None:
         for at, each in todo:
             try:
                 with open_checkpoint(each.location, key=key) as opened:
-                    made[at] = opened.format, opened.num_bytes
+                    made[at] = RunEntry(each, opened.format, opened.num_bytes, None)
             except (FormatError, LayoutError, FileNotFoundError, PermissionError) as error:
-                made[at] = str(error), None  # but not an error of the server, which concerns all
+                # But not an error of the server, which concerns all.
+                made[at] = RunEntry(each, None, None, str(error))
 
     in_threads(min(_OPENING, len(found)), iter(enumerate(found)), work, Meter())
-    ordered = [made[at] for at in range(len(found))]
-    return tuple(form for form, _ in ordered), tuple(size for _, size in ordered)
+    return [made[at] for at in range(len(found))]
 
 
 def _how_averaged(opened: Checkpoint) -> dict[str, Any] | None:
@@ -304,8 +309,9 @@ def _provenance_lines(made: Mapping[str, Any] | None) -> list[str]:
     lines += wrapped(f"{len(inputs)} {kind}, {made.get('coefficients')}:")
     rows = []
     for each in inputs:
-        number = next((f"{by} {each[by]}" for by in ("step", "epoch") if each.get(by) is not None),
-                      "")  # fmt: skip
+        number = next(
+            (f"{by} {each[by]}" for by in ("step", "epoch") if each.get(by) is not None), ""
+        )
         weight = each.get("weight")
         shown = f"{weight:.4g}" if isinstance(weight, int | float) else str(weight)
         rows.append((number, f"weight {shown}", plain(str(each.get("path", "")))))

@@ -20,8 +20,8 @@ from torch_lawa.checkpoints.storage.atomic import replacing, sync_folder
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location, RemoteURL
 from torch_lawa.checkpoints.storage.remote_errors import translated_errors
 from torch_lawa.errors import FormatError
-from torch_lawa.offline.engine import Stopped
 from torch_lawa.offline.side_files import side_files
+from torch_lawa.offline.threads import Stopped
 from torch_lawa.system_errors import named_errors
 
 __all__ = ["LiveCheckpoint", "digest", "keep_files", "open_live", "signature_of", "stamps_of"]

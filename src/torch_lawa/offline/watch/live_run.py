@@ -18,7 +18,7 @@ _STEP = re.compile(r"\{step(?::(0[0-9]{1,2}))?\}")  # {step}, or {step:07} for s
 class LiveRun:
     """The checkpoints of a run's folder or a pattern, as they are now."""
 
-    def __init__(self, text: str, *, key: str | None = None) -> None:
+    def __init__(self, text: str, *, key: str | None) -> None:
         self.text, self.key, self.location = text, key, parse_location(text)
         self.is_pattern = any(c in text for c in "*?[") and not self.location.exists()
 

@@ -17,9 +17,9 @@ from torch_lawa.checkpoints.storage.atomic import publish, recover, remove, requ
 from torch_lawa.checkpoints.storage.paths import LocalPath
 from torch_lawa.errors import ConfigError, FormatError, LawaError, OutputError
 from torch_lawa.offline.average import Result, run_average
-from torch_lawa.offline.engine import Meter, Stopped
 from torch_lawa.offline.options import DEFAULTS, AverageOptions
 from torch_lawa.offline.plan import PlannedInput, plan_found
+from torch_lawa.offline.threads import Meter, Stopped
 from torch_lawa.offline.watch.admission import Admission
 from torch_lawa.offline.watch.checkpoint_files import digest
 from torch_lawa.offline.watch.live_run import LiveRun, WatchTarget
@@ -109,10 +109,10 @@ class Watcher:
         run: str | os.PathLike[str],
         output: str | os.PathLike[str],
         *,
-        k: int = 6,
-        settle: float = 20.0,
+        k: int,
+        settle: float,
+        options: AverageOptions,
         once: bool = False,
-        options: AverageOptions = DEFAULTS,
         on_average: Callable[[Averaged], None] = lambda averaged: None,
         on_message: Callable[[str], None] = lambda text: None,
         stop: threading.Event | None = None,

@@ -10,8 +10,8 @@ import torch
 from lawa_lab.methods.ensemble import calibration_error, ensemble_scores
 
 
-def probabilities(seed: int, rows: int = 200) -> np.ndarray:
-    drawn = np.random.default_rng(seed).gamma(0.3, size=(rows, 4)) + 1e-9
+def probabilities(seed: int) -> np.ndarray:
+    drawn = np.random.default_rng(seed).gamma(0.3, size=(200, 4)) + 1e-9
     return drawn / drawn.sum(1, keepdims=True)
 
 

@@ -11,8 +11,9 @@ from support.report import cifar_rows, language_runs, run_of
 
 from lawa_lab.report.page import render_page, save_page
 from lawa_lab.report.runs import Run
+from lawa_lab.report.saving_words import caveat, finding, seen_at_targets
 from lawa_lab.report.summary import Report, summarise
-from lawa_lab.report.words import caveat, finding, say_mean, seen_at_targets
+from lawa_lab.report.words import say_mean
 from torch_lawa import __version__
 
 pytestmark = pytest.mark.slow

@@ -11,9 +11,9 @@ import pytest
 
 from lawa_lab.report.curves import Metric
 from lawa_lab.report.runs import Run, Series
+from lawa_lab.report.saving_words import finding, seen_at_targets
 from lawa_lab.report.savings import Stretch, compare
 from lawa_lab.report.summary import MainRow, MetricReport, summarise
-from lawa_lab.report.words import finding, seen_at_targets
 from torch_lawa.errors import ConfigError, FormatError
 from torch_lawa.metrics import Row
 

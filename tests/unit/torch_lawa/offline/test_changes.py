@@ -34,7 +34,7 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], 
     """Have something happen when all was read and nothing has its name yet."""
 
     def arrange(happen: Callable[[], Any]) -> None:
-        for module, name in (average, "run"), (sweep, "in_threads"):
+        for module, name in (average, "average_spans"), (sweep, "in_threads"):
             work = getattr(module, name)
 
             def worked(*args: Any, work: Any = work, **how: Any) -> Any:

@@ -21,7 +21,8 @@ from torch_lawa.errors import ConfigError, OutputError
 from torch_lawa.offline.average import average_checkpoints
 from torch_lawa.offline.options import AverageOptions
 from torch_lawa.offline.plan import plan_average
-from torch_lawa.offline.sweep import plan_sweep, run_sweep, sweep_checkpoints
+from torch_lawa.offline.sweep import run_sweep, sweep_checkpoints
+from torch_lawa.offline.sweep_plan import plan_sweep
 
 
 @pytest.fixture

@@ -253,9 +253,9 @@ def test_more_than_two_to_the_31_values(tmp_path: Path) -> None:
     assert plan.bytes_written == numel
     from torch_lawa.checkpoints.formats.safetensors import SafetensorsFile
     from torch_lawa.checkpoints.storage.paths import LocalPath
-    from torch_lawa.offline.engine import cut_spans, whole
+    from torch_lawa.offline.engine import cut_spans, whole_tensors
 
-    last = list(cut_spans(whole(plan.tensors), 1 << 28))[-1]
+    last = list(cut_spans(whole_tensors(plan.tensors), 1 << 28))[-1]
     assert last[2] == numel
     with SafetensorsFile(LocalPath(path)) as opened:
         assert opened.read("w", numel - 2, numel).tolist() == [0, 7]

@@ -64,10 +64,10 @@ def truncating(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, path: Pa
 
 
 ACTS: dict[str, tuple[Any, str, Callable[[Path, Path], object]]] = {
-    "average": (average, "run", lambda run, out: average_checkpoints(run, out, last=2)),
+    "average": (average, "average_spans", lambda run, out: average_checkpoints(run, out, last=2)),
     "average as bfloat16": (
         average,
-        "run",
+        "average_spans",
         lambda run, out: average_checkpoints(
             run, out, last=2, options=AverageOptions(dtype="bf16")
         ),

@@ -25,11 +25,9 @@ def marks(*indices: int, run: int = 1) -> tuple[Mark, ...]:
     return tuple(Mark(run, index, index + 1) for index in indices)
 
 
-def contents(
-    *indices: int, began: int = 1, age: int = 100, ends: int = 3, run: int = 1
-) -> RankContents:
+def contents(*indices: int, began: int = 1, age: int = 100, run: int = 1) -> RankContents:
     held = marks(*indices, run=run)
-    return RankContents(run, began, age, held, frozenset(held[-ends:]))
+    return RankContents(run, began, age, held, frozenset(held[-3:]))
 
 
 def test_the_newest_end_that_all_have_and_the_snapshots_before_it() -> None:

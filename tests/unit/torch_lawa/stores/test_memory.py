@@ -32,7 +32,7 @@ def test_memory_that_cannot_be_locked_is_a_warning(monkeypatch: pytest.MonkeyPat
 def test_a_window_loaded_before_the_model_was_seen_is_locked_when_it_is_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else every collect after a resume would hold the caller until the copy is done."""
+    """Else every collect after a resume would block until the copy is done."""
     locked: list[tuple[int, torch.device]] = []
     monkeypatch.setattr(
         memory, "_pin", lambda flat, device: locked.append((flat.data_ptr(), device))

@@ -26,8 +26,8 @@ def small(num_chosen: int = 3, dropout: float = 0.0) -> SparseRobertaForMaskedLM
     )
 
 
-def batch(num_chosen: int = 3, num_rows: int = 4) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(5, 300, (num_rows, 20))
+def batch(num_chosen: int = 3) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(5, 300, (4, 20))
     ids[:, 0], ids[:, -1] = 0, 2
     return mask_tokens(ids, num_chosen, 300, seeded(torch.device("cpu"), 1))
 

@@ -185,7 +185,7 @@ def test_no_gradients_are_kept() -> None:
 class Noting(Worker):
     """Keeps what this process would add to the sums."""
 
-    def total(self, values: Sequence[float]) -> list[float]:
+    def total(self, values: Sequence[float], where: str) -> list[float]:
         noted.append(list(values))
         return [1.0 for _ in values]  # not its own: of 16 processes some have no example
 

@@ -187,7 +187,7 @@ def test_processes_together_evaluate_what_one_does(
     sums: list[list[float]] = []
 
     class Part(Worker):
-        def total(self, values):  # type: ignore[no-untyped-def]
+        def total(self, values, where):  # type: ignore[no-untyped-def]
             sums.append(list(values))
             return [sum(column) for column in zip(*sums, strict=True)]
 

@@ -176,9 +176,10 @@ def test_a_run(tmp_path: Path) -> None:
     save_file(STATE, folder / "best.safetensors")
     found = inspect_path(folder)
     assert isinstance(found, RunInspection)
-    assert [each.step for each in found.found] == [500, 1000, 1500, 2000]
-    assert found.sizes == (108, 108, 108, None)
-    assert found.formats[:3] == ("safetensors", "safetensors", "PyTorch file")
+    assert [entry.found.step for entry in found.entries] == [500, 1000, 1500, 2000]
+    assert [entry.num_bytes for entry in found.entries] == [108, 108, 108, None]
+    formats = [entry.format for entry in found.entries]
+    assert formats == ["safetensors", "safetensors", "PyTorch file", None]
     lines = str(found).splitlines()
     assert lines[:5] == [
         f"{folder}: 4 checkpoints, oldest first (by step)",

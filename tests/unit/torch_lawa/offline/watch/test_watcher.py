@@ -12,7 +12,7 @@ from safetensors.numpy import save, save_file
 from support.watching import Trainer, Watch, Weights, assert_file, mean_of
 
 from torch_lawa.errors import ConfigError, FormatError, OutputError
-from torch_lawa.offline.engine import Meter
+from torch_lawa.offline.threads import Meter
 from torch_lawa.offline.watch import watcher as watching
 from torch_lawa.offline.watch.watcher import watch_run
 

@@ -78,7 +78,7 @@ def test_a_file_cut_off_during_the_average_does_not_end_the_watch(
 ) -> None:
     from torch_lawa.offline import average as module
 
-    run = module.run
+    work = module.average_spans
     with Watch(trainer.folder, out, k=2) as watch:
         trainer.write(100, 200)
         watch.settle()
@@ -87,9 +87,9 @@ def test_a_file_cut_off_during_the_average_does_not_end_the_watch(
 
         def cutting(*args: Any, **how: Any) -> Any:
             os.truncate(trainer.path(300), 0)  # as `torch.save` to the same name begins
-            return run(*args, **how)
+            return work(*args, **how)
 
-        monkeypatch.setattr(module, "run", cutting)
+        monkeypatch.setattr(module, "average_spans", cutting)
         assert watch.settle() == ["step 300: added (2 of 2)"]
         monkeypatch.undo()
         assert out.read_bytes() == old

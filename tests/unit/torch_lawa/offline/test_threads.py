@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from torch_lawa.offline.engine import BackgroundTask
+from torch_lawa.offline.threads import BackgroundTask
 
 
 def test_a_task_that_was_ended_before_it_began_never_begins() -> None:
