@@ -120,6 +120,7 @@ def run_sweep(
         else:
             folder = parse_output(output)
             if isinstance(folder, LocalPath):
+                _refuse_beside(folder.path, plan)
                 recover_all(folder.path)  # also of windows that are not asked for again
         locations = {w: folder.child(f"{w.name}.safetensors") for w in todo}
         made = [w for w in todo if output is not None and _is_made(plan, w, locations[w])]
@@ -143,6 +144,19 @@ def run_sweep(
                 if output is None:
                     Path(str(locations[window])).unlink()
     return rows
+
+
+def _refuse_beside(folder: Path, plan: SweepPlan) -> None:
+    """Refuse to write beside the checkpoints, where averages would be read as more of them."""
+    run = folder.resolve()
+    if any(
+        isinstance(f.location, LocalPath) and f.location.path.parent.resolve() == run
+        for f in plan.found
+    ):
+        raise OutputError(
+            f"{folder}: has the checkpoints of the run, and averages in it would be read as more "
+            f"of them. Write to another folder, such as {run.with_name(run.name + '-averaged')}."
+        )
 
 
 def _is_made(plan: SweepPlan, window: SweepWindow, location: Location) -> bool:
