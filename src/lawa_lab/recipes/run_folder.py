@@ -66,7 +66,7 @@ class RunPlan:
             usual = usual.smoke()
         name = name_wrapped(config.wrap, config.optimizer)
         settings = [
-            f"{setting.replace('_', ' ')} {value:g}"
+            f"{setting.replace('_', ' ')} {value}"
             for setting in ("batch_size", "weight_decay")
             if (value := getattr(config, setting)) != getattr(usual, setting)
         ]

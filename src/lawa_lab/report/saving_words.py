@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from lawa_lab.report.curves import Axis, Curve, Metric
 from lawa_lab.report.runs import Run, Series
-from lawa_lab.report.savings import Amount, RunSeries, Saving
+from lawa_lab.report.savings import RunSeries, Saving
 from lawa_lab.report.words import (
     plain,
+    say_amount,
     say_axis,
     say_by_seed,
     say_count,
@@ -50,7 +51,7 @@ def finding(recipe: str, metric: Metric, row: "MainRow") -> str:
         return (
             f"{begin} reached a {plain(metric.name)} of {say_value(metric, row.headline.target)} "
             f"at {axis} {say_number(amount.averaged_at.mean)}, {baseline} at {axis} "
-            f"{say_number(amount.baseline_at.mean)}: {_say_amount(amount, axis)}."
+            f"{say_number(amount.baseline_at.mean)}: {say_amount(amount, axis)}."
         )
     if row.unmatched is None:
         earlier = f"earlier than {baseline}{_in_mean(row)}"
@@ -174,15 +175,6 @@ def seen_at_targets(metric: Metric, row: "MainRow") -> str:
     if amount is not None and best > amount.saved.mean:
         text += " (The headline considers only values that the average had, so it is smaller.)"
     return text
-
-
-def _say_amount(amount: Amount, axis: Axis) -> str:
-    """Such as "73.3 epochs saved (72%; 72 to 75 by seed)"."""
-    facts = [] if amount.percent is None else [f"{amount.percent:.0f}%"]
-    facts += [say_by_seed(amount.saved)] if amount.saved.num_seeds > 1 else []
-    return f"{say_count(amount.saved.mean, axis)} saved" + (
-        f" ({'; '.join(facts)})" if facts else ""
-    )
 
 
 def _in_mean(row: "MainRow") -> str:

@@ -110,6 +110,15 @@ def say_count(number: float, axis: Axis) -> str:
     return f"{say_number(number)} {say_axis(axis, number)}"
 
 
+def say_amount(amount: Amount, axis: Axis) -> str:
+    """Such as "73.3 epochs saved (72%; 72 to 75 by seed)"."""
+    facts = [] if amount.percent is None else [f"{amount.percent:.0f}%"]
+    facts += [say_by_seed(amount.saved)] if amount.saved.num_seeds > 1 else []
+    return f"{say_count(amount.saved.mean, axis)} saved" + (
+        f" ({'; '.join(facts)})" if facts else ""
+    )
+
+
 def say_stretch(stretch: Stretch | None) -> str:
     """Where a stretch is.
 

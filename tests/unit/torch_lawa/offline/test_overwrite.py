@@ -99,7 +99,7 @@ def test_an_input_by_another_name_is_not_replaced(run: Path, spelled: str) -> No
 def test_a_sweep_does_not_write_beside_its_checkpoints(run: Path, spelled: str) -> None:
     """Its averages have steps in their names: the run would have two checkpoints of each."""
     before = sorted(run.iterdir())
-    with pytest.raises(OutputError, match="has the checkpoints of the run.*run-averaged"):
+    with pytest.raises(OutputError, match=r"has the checkpoints of the run.*run-averaged"):
         sweep_checkpoints(run, [2], output=spelled.format(run))
     assert sorted(run.iterdir()) == before
     sweep_checkpoints(run, [2], output=run / "averages")
