@@ -1,5 +1,6 @@
 """The ImageNet recipe: in memory where the images fit, streamed where they do not."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -95,9 +96,9 @@ def test_images_in_memory_are_shifted_by_an_eighth_at_most(tmp_path: Path) -> No
 
 
 @pytest.mark.data
-def test_tiny_imagenet(data_folder: Path) -> None:
+def test_tiny_imagenet(data_set: Callable[[str], Path]) -> None:
     config = ImageNetConfig(image_size=64, width=2, batch_norm_batches=2)
-    task = make(data_folder / "tiny-imagenet-50", config)
+    task = make(data_set("tiny-imagenet-50"), config)
     assert isinstance(task, ImageTask)
     assert task.num_batches == 25_000 // 256
     pixels, labels = next(iter(task.batches(0)))

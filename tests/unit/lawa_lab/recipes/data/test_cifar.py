@@ -1,6 +1,7 @@
 """CIFAR-100's published binary files, and what is wrong with a damaged one."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -100,9 +101,11 @@ def test_labels_out_of_range_in_a_binary_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.data
-def test_the_official_files(monkeypatch: pytest.MonkeyPatch, data_folder: Path) -> None:
+def test_the_official_files(
+    monkeypatch: pytest.MonkeyPatch, data_set: Callable[[str], Path]
+) -> None:
     monkeypatch.undo()
-    images = load_cifar100(data_folder)
+    images = load_cifar100(data_set("cifar-100-binary").parent)
     assert images.train_labels.bincount().tolist() == [500] * 100
     assert images.test_labels.bincount().tolist() == [100] * 100
     # Labels, means and deviations as they are quoted wherever CIFAR-100 is used.

@@ -2,6 +2,7 @@
 
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -176,8 +177,8 @@ def test_datasets_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.data
-def test_tiny_imagenet(data_folder: Path) -> None:
-    found = find_images(data_folder / "tiny-imagenet-50")
+def test_tiny_imagenet(data_set: Callable[[str], Path]) -> None:
+    found = find_images(data_set("tiny-imagenet-50"))
     assert len(found.class_names) == 50
     assert found.class_names[0] == "n01443537"  # the goldfish
     assert np.bincount(found.train_labels).tolist() == [500] * 50

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -269,9 +270,9 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.data
-def test_real_text(data_folder: Path, tmp_path: Path) -> None:
+def test_real_text(data_set: Callable[[str], Path], tmp_path: Path) -> None:
     """The whole text as the paper's vocabulary sees it; a minute."""
-    for path in find_text(data_folder).values():
+    for path in find_text(data_set("wikipedia").parent).values():
         (tmp_path / path.name).symlink_to(path.resolve())  # so that tokens are kept elsewhere
     config = dataclasses.replace(CONFIG, vocabulary=50_265, batch_size=64, sequence_length=512)
     task = config.make_task(tmp_path, seed=0, worker=Worker(), smoke=False)
@@ -288,9 +289,9 @@ def test_real_text(data_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.data
-def test_real_wikitext(data_folder: Path, tmp_path: Path) -> None:
+def test_real_wikitext(data_set: Callable[[str], Path], tmp_path: Path) -> None:
     """WikiText-103's own files: its `<unk>` is text like any other."""
-    folder = data_folder / "wikitext-103"
+    folder = data_set("wikitext-103")
     files = {"train": folder / "wiki.test.tokens", "valid": folder / "wiki.valid.tokens"}
     tokens = load_tokens(files, 2000, cache=tmp_path)
     tokenizer = Tokenizer.from_file(str(tokens.folder / "tokenizer.json"))
