@@ -12,7 +12,7 @@ from torch_lawa.checkpoints.storage.paths import Location
 from torch_lawa.mean.dtypes import DTYPES, averageable
 from torch_lawa.offline.inspect.distances import Sums
 from torch_lawa.offline.inspect.text import aligned, labelled, plain, wrapped
-from torch_lawa.units import few
+from torch_lawa.units import counted, few
 
 __all__ = ["Difference", "Side", "TensorDifference"]
 
@@ -150,8 +150,10 @@ class Difference:
     def _counts(self) -> list[str]:
         num_equal = sum(t.equal for t in self.compared)
         values = sum(t.a.numel for t in self.compared)
-        lines = labelled("Compared", [f"{len(self.compared):,} tensors, {values:,} values"])
-        lines += labelled("Equal", [f"{num_equal:,} tensors, bit for bit"])
+        lines = labelled(
+            "Compared", [f"{counted(len(self.compared), 'tensor')}, {counted(values, 'value')}"]
+        )
+        lines += labelled("Equal", [f"{counted(num_equal, 'tensor')}, bit for bit"])
         pairs = Counter((t.a.dtype, t.b.dtype) for t in self.compared if t.a.dtype != t.b.dtype)
         for (a, b), n in pairs.items():
             lines += labelled(
@@ -160,7 +162,8 @@ class Difference:
         if self.differing:
             changed = sum(t.sums.num_differing for t in self.differing)
             lines += labelled(
-                "Different", [f"{len(self.differing):,} tensors, in {changed:,} values"]
+                "Different",
+                [f"{counted(len(self.differing), 'tensor')}, in {counted(changed, 'value')}"],
             )
         overall = self.overall
         if overall.dd:
