@@ -175,7 +175,7 @@ def plan_run(study: Study, name: str, data: Path, out: Path, *, smoke: bool) -> 
         settings |= {**study.smoke, "epochs": max(1, settings["epochs"] // 25), "evaluate_at": ()}
     plan = RunPlan(config=recipe(**settings), seed=int(seed or 0), data=str(data), smoke=smoke)
     folder = RunFolder(out / name, if_used="overwrite")
-    if kind != "constant" or held_out:
+    if kind != "constant":
         return BudgetedRun(plan, folder)
     return BudgetedRun(plan, folder, list(_landings(study, plan, out / name)))
 
