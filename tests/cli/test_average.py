@@ -1,5 +1,6 @@
 """`lawa average` and `lawa sweep` as they are typed."""
 
+import errno
 import json
 import os
 import shutil
@@ -146,6 +147,40 @@ def test_mistakes(run: Path, lawa: Lawa, args: tuple[str, ...], code: int, messa
     assert message in complained
     assert "Traceback" not in complained
     assert not Path("m").exists()
+    assert not Path("metrics.jsonl").exists()
+
+
+def test_a_sweep_without_space_leaves_nothing(
+    run: Path, lawa: Lawa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("my_evaluator.py").write_text(EVALUATOR)
+    words = ["sweep", "run", "--k", "2", "--evaluator", "my_evaluator:evaluate"]
+    words += ["--scratch", ".", "--metrics", "swept/here/metrics.jsonl"]
+    before = sorted(Path().rglob("*"))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full_disk)
+        code, _, complained = lawa(*words)
+    assert code == 1
+    assert "no space" in complained
+    assert {path.name for path in {*Path().rglob("*")} - {*before}} <= {"__pycache__"}
+    assert lawa(*words)[0] == 0
+    assert len(read_metrics(Path("swept/here/metrics.jsonl"))) == 9
+
+
+def test_a_sweep_that_cannot_write_its_rows_averages_nothing(
+    run: Path, lawa: Lawa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("my_evaluator.py").write_text(EVALUATOR)
+    Path("file").touch()
+    # Root may write everywhere.
+    monkeypatch.setattr(os, "access", lambda path, _: path != Path("closed"))
+    Path("closed").mkdir()
+    words = ("sweep", "run", "--k", "2", "--evaluator", "my_evaluator:evaluate", "-o", "s")
+    for metrics in ("file/metrics.jsonl", "closed/metrics.jsonl"):
+        code, _, complained = lawa(*words, "--metrics", metrics)
+        assert code == 1
+        assert Path(metrics).parts[0] in complained
+        assert not Path("s").exists()
 
 
 def test_an_exception_in_an_evaluator_names_the_window(run: Path) -> None:
@@ -187,6 +222,10 @@ def test_a_sum_that_overflows_is_spoken_of(
 
 # A tensor of one number, as people return them.
 EVALUATOR = "def evaluate(state):\n    return {'size': state['w'].double().abs().sum()}\n"
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_values_too_large_for_the_dtype_are_spoken_of(run: Path, lawa: Lawa) -> None:

@@ -5,10 +5,11 @@ only evaluated are kept in a scratch folder, as many at a time as its disk can h
 later batch read again only the checkpoints that they share with earlier ones.
 """
 
+import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch_lawa.checkpoints.find.discovery import (
 )
 from torch_lawa.checkpoints.formats.base import Checkpoint
 from torch_lawa.checkpoints.formats.registry import open_checkpoint
-from torch_lawa.checkpoints.storage.atomic import recover_all, staging
+from torch_lawa.checkpoints.storage.atomic import making, recover_all, staging
 from torch_lawa.checkpoints.storage.paths import LocalPath, Location, parse_output
 from torch_lawa.coefficients import Uniform, Weights, weights_at
 from torch_lawa.errors import ConfigError, FormatError, OutputError
@@ -112,8 +113,10 @@ def run_sweep(
     todo = without_known(plan, metrics)
     rows: list[Row] = []
     facts = {**(labels or {}), "coefficients": plan.coefficients}
+    writer = None
     with ExitStack() as stack:
-        writer = stack.enter_context(MetricsWriter(metrics)) if metrics else None
+        if metrics is not None:
+            stack.enter_context(_writable(metrics))
         if output is None:
             base = Path(scratch or tempfile.gettempdir(), "lawa-sweep")
             folder: Location = LocalPath(stack.enter_context(staging(base, mode=0o700)))
@@ -137,13 +140,26 @@ def run_sweep(
                 newest = {"checkpoint": newest_checkpoint(plan, window, metrics)} if metrics else {}
                 row = evaluate(evaluator, locations[window], window, facts | newest)  # type: ignore[arg-type]
                 rows.append(row)
-                if writer:
+                if metrics is not None:
+                    writer = writer or stack.enter_context(MetricsWriter(metrics))
                     writer.write(row)
                 if on_row:
                     on_row(row)
                 if output is None:
                     Path(str(locations[window])).unlink()
     return rows
+
+
+@contextmanager
+def _writable(metrics: Path) -> Iterator[None]:
+    """Raise before the work if rows cannot be written; the first row creates the file.
+
+    An empty file is not removed afterwards, because another sweep may have it open.
+    """
+    with making(metrics.parent):
+        if not os.access(metrics if metrics.exists() else metrics.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(metrics))
+        yield
 
 
 def _refuse_beside(folder: Path, plan: SweepPlan) -> None:
