@@ -244,6 +244,22 @@ def test_a_refused_landing_leaves_no_folder(capsys: pytest.CaptureFixture[str]) 
     assert sorted(Path().rglob("*")) == before
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--warmup-steps", "113"], "longer than the 112 steps of a run of 4 epochs."),
+        (["--land", "0.5", "--warmup-steps", "57"], "longer than the 56 steps before the landing"),
+        (["--land", "0.5", "--budgets", "4,1", "--warmup-steps", "15"], "14 steps before"),
+    ],
+)
+def test_a_warm_up_longer_than_the_run_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert lawa(*DIGITS, "--schedule", "constant", *words, "-o", "run") == 2
+    assert said in capsys.readouterr().err
+    assert not Path("run").exists()
+
+
 def test_a_reached_target_is_told_again(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*DIGITS, "--ks", "2,1", "--until", "test_accuracy=0.2", "-o", "run"]
     assert lawa(*words) == 0

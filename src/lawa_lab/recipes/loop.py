@@ -161,6 +161,8 @@ def train(
         trainer = Trainer(plan, task, worker, compile=compile, parallel=parallel)
         for other in later:
             trainer.check(other.config)
+        for branch in branches:
+            trainer.check_warmup(branch.plan.config)
         if worker.rank == 0:
             folder.begin(plan, world_size=worker.world_size)
         worker.barrier("the beginning of the run")

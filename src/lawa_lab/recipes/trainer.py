@@ -17,7 +17,7 @@ from lawa_lab.methods.schedule_free import ScheduleFreeAverage
 from lawa_lab.methods.stopwatch import Stopwatch
 from lawa_lab.recipes.config import TrainConfig
 from lawa_lab.recipes.evaluation import Evaluation, averages_of
-from lawa_lab.recipes.learning_rate import learning_rate
+from lawa_lab.recipes.learning_rate import first_landing_step, learning_rate
 from lawa_lab.recipes.optimizers import build_optimizer
 from lawa_lab.recipes.parallel import ParallelName, Shards, State, choose_parallel
 from lawa_lab.recipes.run_folder import RunFolder, RunPlan
@@ -396,6 +396,7 @@ class Trainer:
                 f"batch_size={config.batch_size}: must be a multiple of the {world_size} "
                 "processes, so that each gets an equal part."
             )
+        self.check_warmup(config)
         num_snapshots = self.schedule.expected(range(1, self.count_steps(config.epochs) + 1))
         if num_snapshots is not None:
             num_snapshots //= config.samples
@@ -418,6 +419,16 @@ class Trainer:
             raise ConfigError(
                 f"micro_batch_size={config.micro_batch_size}: does not divide the {own} examples "
                 "per step of one process."
+            )
+
+    def check_warmup(self, config: TrainConfig) -> None:
+        """Raise if the warm-up does not end before the run does, or before its landing begins."""
+        steps = first_landing_step(config, self.count_steps(config.epochs))
+        if config.warmup_steps > steps:
+            raise ConfigError(
+                f"warmup_steps={config.warmup_steps}: longer than the {steps} steps"
+                f"{' before the landing' if config.land else ''} of a run of {config.epochs:g} "
+                f"epoch{'s' * (config.epochs != 1)}. Train longer, or lower --warmup-steps."
             )
 
     def _check_validation(self) -> None:

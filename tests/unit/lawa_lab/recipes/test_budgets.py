@@ -188,9 +188,9 @@ def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any]) -> None:
 def test_a_run_shorter_than_its_window_averages_what_it_has(tmp_path: Path) -> None:
     plan = smoke_plan("digits", horizon=0.5, ks=(16, 8), epochs=0.1)
     assert run(plan, tmp_path / "short").finished
-    with pytest.raises(ConfigError, match="warm-up"):
+    with pytest.raises(ConfigError, match="before its warm-up"):
         run(
-            smoke_plan("digits", horizon=0.5, warmup_steps=100, epochs=0.1),
+            smoke_plan("digits", horizon=0.5, warmup_steps=3, epochs=0.1),
             tmp_path / "in-warm-up",
         )
 
