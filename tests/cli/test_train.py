@@ -334,16 +334,18 @@ def test_runs_that_reports_tell_apart_have_folders_of_their_own() -> None:
     ]
 
 
-def test_runs_of_other_batch_sizes_and_weight_decays_are_reported_apart(
+def test_runs_of_other_settings_of_the_optimizer_are_reported_apart(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for words in ([], ["--batch-size", "64"], ["--weight-decay", "0.02"]):
+    settings = ("batch size 64", "weight decay 0.02", "momentum 0.8", "clip norm 5.0")
+    for setting in ("", *settings):
+        name, _, value = setting.rpartition(" ")
+        words = [f"--{name.replace(' ', '-')}", value] if name else []
         assert lawa(*DIGITS, *words) == 0
     capsys.readouterr()
     assert lawa("report", "runs", "--metric", "test_loss") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "sgd with batch size 64" in shown
-    assert "sgd with weight decay 0.02" in shown
+    assert [setting for setting in settings if f"sgd with {setting}" not in shown] == []
 
 
 def test_metrics_of_something_else_are_not_replaced(capsys: pytest.CaptureFixture[str]) -> None:

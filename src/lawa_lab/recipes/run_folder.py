@@ -37,6 +37,8 @@ __all__ = ["RunFolder", "RunPlan"]
 
 _FORMAT = 1
 _IDENTITY = ("recipe", "seed", "data", "smoke")  # which a resumed run must share
+# Settings of the optimizer that are in a run's name, if they are not the recipe's defaults.
+_NAMED = ("batch_size", "weight_decay", "momentum", "beta2", "epsilon", "clip_norm")
 _FIELDS = {"recipe", "run", "seed", "data", "smoke", "hyperparameters"}
 _SNAPSHOT = re.compile(r"step-([0-9]{8,18})(-epoch-[0-9e+]+)?\.safetensors")
 _SHARD = re.compile(r"(\.metadata|__[0-9]+_[0-9]+\.distcp)(\.tmp)?")
@@ -67,7 +69,7 @@ class RunPlan:
         name = name_wrapped(config.wrap, config.optimizer)
         settings = [
             f"{setting.replace('_', ' ')} {value}"
-            for setting in ("batch_size", "weight_decay")
+            for setting in _NAMED
             if (value := getattr(config, setting)) != getattr(usual, setting)
         ]
         # Without a comma: for reports this is a part of the optimizer.

@@ -354,6 +354,9 @@ def test_a_plan_names_its_run() -> None:
     assert name(batch_size=16, schedule="constant") == "adamw with batch size 16, constant rate"
     both = RunPlan(config=RECIPES["cifar100-resnet34"](batch_size=64, weight_decay=2e-4))
     assert both.run_name == "sgd with batch size 64 and weight decay 0.0002"
+    assert name(momentum=0.8, schedule="constant") == "adamw with momentum 0.8, constant rate"
+    several = "adamw with beta2 0.95 and epsilon 1e-07 and clip norm 1.0"
+    assert name(beta2=0.95, epsilon=1e-7, clip_norm=1.0) == several
 
 
 def test_low_precision_rows_are_those_of_the_trajectory(
