@@ -27,6 +27,7 @@ __all__ = [
     "EqualQuality",
     "Frontier",
     "Lead",
+    "best_curve",
     "frontier_of",
 ]
 
@@ -263,11 +264,10 @@ class _Model:
         return sorted(chosen, key=lambda p: (self.runs[p.run].land, p.label, p.budget))
 
     def _with_best_curves(self, curves: list[AnytimeCurve]) -> list[AnytimeCurve]:
-        best: dict[tuple[str, Series], AnytimeCurve] = {}
+        alike: dict[tuple[str, Series], list[AnytimeCurve]] = {}
         for curve in curves:
-            key = (self.runs[curve.run].kind, curve.series)
-            if key not in best or self.metric.beats(curve.mean[-1], best[key].mean[-1]):
-                best[key] = curve
+            alike.setdefault((self.runs[curve.run].kind, curve.series), []).append(curve)
+        best = {key: best_curve(self.metric, own) for key, own in alike.items()}
         self._compare_peaks((self.runs[c.run].kind, c.series, c.peak) for c in curves)
         averages = [curve for curve in best.values() if curve.series.averaged]
         window = [curve for curve in averages if curve.series.weights == "averaged"]
@@ -436,6 +436,22 @@ class _Model:
             saving=Comparison(self.metric, self.axis, ends, averages).final,
         )
         return [found]
+
+
+def best_curve(metric: Metric, curves: Sequence[AnytimeCurve]) -> AnytimeCurve:
+    """The one with the best last value, of those that none as long or longer beats where they end.
+
+    A loss may rise, so that the last value of a short run is better than that of a longer one that
+    was ahead of it at equal budget.
+    """
+
+    def behind(curve: AnytimeCurve, other: AnytimeCurve) -> bool:
+        there = Curve(other.at, other.mean).value_at(curve.at[-1])
+        longer = other.at[-1] >= curve.at[-1]
+        return longer and there is not None and metric.beats(there, curve.mean[-1])
+
+    left = [curve for curve in curves if not any(behind(curve, other) for other in curves)]
+    return min(left, key=lambda curve: -metric.lead(curve.mean[-1], 0.0))
 
 
 def _ends(curves: dict[Any, Curve]) -> dict[Any, tuple[float, float | None]]:

@@ -12,7 +12,7 @@ from lawa_lab.report.figures.axes import Arrow, Line, Panel
 from lawa_lab.report.figures.registry import register_figure
 from lawa_lab.report.figures.scene import Scene
 from lawa_lab.report.figures.style import RAW, Dashes, Style, vary
-from lawa_lab.report.frontier import AnnealedRun, AnytimeCurve, Frontier
+from lawa_lab.report.frontier import AnnealedRun, AnytimeCurve, Frontier, best_curve
 from lawa_lab.report.runs import Run
 from lawa_lab.report.words import plain, say_axis, say_number, say_over_seeds
 
@@ -153,16 +153,14 @@ def _others(metric: Metric, frontier: Frontier, kinds: Mapping[str, str]) -> lis
     """
     main = {kinds[curve.run]: curve.series.weights for curve in frontier.curves if curve.main}
     first: dict[str, str] = {}
-    others: dict[tuple[str, str], AnytimeCurve] = {}
+    others: dict[tuple[str, str], list[AnytimeCurve]] = {}
     for curve in frontier.curves:
         kind, method = kinds[curve.run], curve.series.weights
         if not (curve.best_peak and curve.series.averaged and curve.at[1:]):
             continue
         if main[kind] != method if kind in main else first.setdefault(kind, method) == method:
-            best = others.get((kind, method))
-            if best is None or metric.beats(curve.mean[-1], best.mean[-1]):
-                others[kind, method] = curve
-    return list(others.values())
+            others.setdefault((kind, method), []).append(curve)
+    return [best_curve(metric, curves) for curves in others.values()]
 
 
 def _curves(frontier: Frontier, others: Sequence[AnytimeCurve], looks: _Looks) -> list[Line]:

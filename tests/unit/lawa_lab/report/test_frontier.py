@@ -312,6 +312,31 @@ def test_with_several_peaks_each_side_has_its_best_one(tmp_path: Path) -> None:
     assert inside == {"sgd, constant rate, rate 0.2", "sgd, 16 epochs, rate 0.2"}
 
 
+@pytest.mark.parametrize(
+    ("at_the_end", "best"),
+    [
+        ({0.1: 1.3, 0.2: 1.25}, 0.1),  # 0.1 has 1.2 where 0.2 ends: the loss of both rises
+        ({0.1: 1.15, 0.2: 1.1}, 0.2),  # better than 0.1 ever is
+        ({0.1: 1.05, 0.2: 1.1}, 0.1),  # better in the end
+    ],
+)
+def test_peaks_of_runs_of_different_lengths_are_compared_at_equal_budget(
+    at_the_end: dict[float, float], best: float, tmp_path: Path
+) -> None:
+    rows = [
+        row
+        for row in frontier_rows(budgets=(8, 16), seeds=(0,), peaks=(0.1, 0.2))
+        if row["schedule"] == "cosine" or row["peak_learning_rate"] == 0.1 or row["epoch"] <= 8
+    ]
+    for row in rows:
+        if row["schedule"] == "constant":
+            peak, length = row["peak_learning_rate"], 8 if row["peak_learning_rate"] == 0.2 else 16
+            row["test_loss"] = 1.2 if row["epoch"] < length else at_the_end[peak]
+    frontier = frontier_in(report_on(tmp_path, rows))
+    assert {c.peak for c in frontier.curves if c.best_peak} == {best}
+    assert {c.peak for c in frontier.curves if c.main} == {best}
+
+
 def test_runs_of_one_peak_are_not_said_to_have_several(tmp_path: Path) -> None:
     """A constant-rate run of two lengths: nothing sets them apart but how far they went.
 
