@@ -163,6 +163,7 @@ class _Model:
         self.runs = {run.name: run for run in runs}
         optimizers = {run.kind.partition(",")[0] for run in runs if run.annealed or run.anytime}
         self._named = len({name for name in optimizers if not name.startswith(_FREE)}) > 1
+        self._several_free = len({name for name in optimizers if _FREE in name}) > 1
         mains = (main_averages(run, metric, k) for run in runs if run.anytime)
         # Annealed runs without averages are compared with BatchNorm treated like these.
         self._treated = next((Series(batch_norm=m[0].batch_norm) for m in mains if m), Series())
@@ -237,11 +238,14 @@ class _Model:
         if not places:
             return []
         optimizer = run.kind.partition(",")[0]
-        named = self._named and series.weights != _FREE
         label = say_series(replace(series, batch_norm=None))  # the same for all
+        if series.weights == _FREE:
+            label = optimizer if self._several_free else label
+        elif self._named:
+            label = f"{optimizer}, {label}"
         drawn = AnytimeCurve(
             run=run.name,
-            label=f"{optimizer}, {label}" if named else label,
+            label=label,
             peak=run.peak,
             series=series,
             at=tuple(places),

@@ -374,6 +374,22 @@ def test_schedule_free_is_one_curve_and_does_not_make_the_optimizer_worth_naming
     assert labels == {"sgd, average, k = 4", "adamw, average, k = 4", "schedule-free"}
 
 
+def test_schedule_free_curves_of_several_settings_are_named(tmp_path: Path) -> None:
+    rows = frontier_rows(budgets=(8, 16))
+    free = {"k": None, "coefficients": None, "weights": "schedule-free"}
+    names = ("schedule-free-sgd", "schedule-free-sgd with weight decay 0.0002")
+    averages = [row for row in rows if row["run"] == "sgd, constant rate" and row["k"]]
+    rows += [{**row, **free, "run": name} for row in averages for name in names]
+    runs = runs_of(tmp_path, rows)
+    report = summarise(runs)
+    frontier = frontier_in(report)
+    assert {c.label for c in frontier.curves} == {"average, k = 4", "raw weights", *names}
+    assert set(names) <= {row.label for row in frontier.equal_budget}
+    panel = drawings(Scene(report.recipes[0], runs))[0].panels[0]
+    styles = {line.label: (line.style.colour, line.style.dashes) for line in panel.lines}
+    assert styles[names[0]] != styles[names[1]]
+
+
 def test_rows_of_a_sweep_join_the_only_run_of_their_name(tmp_path: Path) -> None:
     rows = [row for row in frontier_rows(budgets=(8,), seeds=(0,)) if row["run"] == "sgd"]
     plan = ("schedule", "land", "budget_epochs", "peak_learning_rate", "train_seconds")
