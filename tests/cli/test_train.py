@@ -141,8 +141,9 @@ def test_what_is_asked_for_goes_before_the_smoke_values(
         (["digits", "--budgets", ""], 2, "distinct, positive numbers"),
         (["digits", "--resume", "--overwrite"], 2, "pass only one"),
         (["digits", "--wrap", "lookahead:5:2"], 2, "lookahead[:K:ALPHA]"),
-        (["digits", "--test-fraction", "0.9999"], 2, "test_fraction=0.9999"),
-        (["digits", "--device", "tpu"], 2, "cpu"),
+        (["digits", "--test-fraction", "0.9999"], 2, "--test-fraction 0.9999: both"),
+        (["digits", "--batch-size", "2000"], 2, "--batch-size 2000: the training"),
+        (["digits", "--device", "tpu"], 2, "--device 'tpu': use cpu"),
         (["digits", "--parallel", "fsdp", "--device", "cpu"], 2, "torchrun"),
         (["digits", "--device", "cuda"], 2, "no CUDA device"),
         (["digits", "--budgets", "2,3", "--epochs", "50"], 2, "--epochs"),
@@ -247,7 +248,7 @@ def test_a_refused_landing_leaves_no_folder(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--warmup-steps", "113"], "longer than the 112 steps of a run of 4 epochs."),
+        (["--warmup-steps", "113"], "--warmup-steps 113: longer than the 112 steps of a"),
         (["--land", "0.5", "--warmup-steps", "57"], "longer than the 56 steps before the landing"),
         (["--land", "0.5", "--budgets", "4,1", "--warmup-steps", "15"], "14 steps before"),
     ],
@@ -298,6 +299,10 @@ def test_a_mistake_neither_costs_nor_leaves_a_run(capsys: pytest.CaptureFixture[
     assert lawa(*cifar[:2], "--overwrite") == 1
     assert lawa(*cifar, "--overwrite", "--ks", "60") == 2
     assert "never be full" in capsys.readouterr().err
+    other = ["-o", str(metrics.parent.rename("runs/epochs=3")), "--resume"]
+    assert lawa(*cifar, *other, "--learning-rate", "1") == 2
+    assert "runs/epochs=3 contains a different run" in capsys.readouterr().err
+    Path("runs/epochs=3").rename(metrics.parent)
     assert metrics.read_text() == before
 
 

@@ -9,7 +9,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -252,7 +252,10 @@ def _train(recipe: type[TrainConfig], options: Mapping[str, Any], given: Mapping
     )
     name = "-".join(re.findall(r"[\w.]+", plan.run_name))  # lookahead(sgd): lookahead-sgd
     path = options["output"] or Path("runs") / f"{config.recipe}-{name}-seed-{plan.seed}"
-    return _run(plan, path, options)
+    try:
+        return _run(plan, path, options)
+    except ConfigError as error:  # of what is known when the data is loaded
+        raise ConfigError(_with_options(str(error), options)) from None
 
 
 def _check_evaluations(config: TrainConfig, budgets: Sequence[int | float] | None) -> None:
@@ -270,14 +273,14 @@ def _check_evaluations(config: TrainConfig, budgets: Sequence[int | float] | Non
         )
 
 
-def _with_options(message: str, names: set[str]) -> str:
+def _with_options(message: str, names: Collection[str]) -> str:
     """A message about settings, with the options that a user has typed: --land 0.2 for land=0.2."""
 
     def option(match: re.Match[str]) -> str:
         name = match[1].replace("_", "-")
         return f"--{name} " if match[1] in names else match[0]
 
-    return re.sub(r"\b(\w+)=", option, message)
+    return re.sub(r"(?<!\S)(\w+)=", option, message)  # not in a path
 
 
 def _run(plan: "RunPlan", path: Path, options: Mapping[str, Any]) -> int:
