@@ -65,7 +65,7 @@ STUDIES = {
             "horizon": 0.25, "coefficients": ("uniform",),
         },
         anytime={**WINDOW, "methods": (*RING, *LEARNED, *PREDICTED, *LONG_EMAS, *GROWING)},
-        smoke={"held_out": 32, "evaluate_every": 1, "batch_norm_batches": 2},
+        smoke={"held_out": 32, "evaluate_every": 1, "batch_norm_batches": 2, "warmup_steps": 0},
     ),
     "decoder": Study(
         recipe="wikipedia-decoder",
