@@ -42,9 +42,9 @@ BASE = DigitsConfig(
 RIVALS = ("growing-ema:0.25",)
 
 
-def configs(rate: float, images: str) -> Iterator[DigitsConfig]:
+def configs(rate: float, images: str, weight_decay: float) -> Iterator[DigitsConfig]:
     """The two plans of one peak rate: cosine runs, and a constant-rate run with its landings."""
-    base = dataclasses.replace(BASE, **IMAGES[images])
+    base = dataclasses.replace(BASE, weight_decay=weight_decay, **IMAGES[images])
     yield dataclasses.replace(base, learning_rate=rate, evaluate_every=max(BUDGETS))
     methods = (*(f"horizon:{share}:{K}" for share in HORIZONS if share != BASE.horizon), *RIVALS)
     yield dataclasses.replace(
@@ -52,11 +52,11 @@ def configs(rate: float, images: str) -> Iterator[DigitsConfig]:
     )
 
 
-def rows_of(rate: float, seed: int, images: str) -> list[Row]:
+def rows_of(rate: float, seed: int, images: str, weight_decay: float) -> list[Row]:
     """All rows at the budgets, and of annealed runs at their ends."""
     found: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
-        for config in configs(rate, images):
+        for config in configs(rate, images, weight_decay):
             plan = RunPlan(config=config, seed=seed)
             path = Path(scratch) / config.schedule
             for run in plan_budgets(plan, BUDGETS, path, if_used="refuse"):
@@ -87,14 +87,16 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--images", choices=IMAGES, default="noisy")
+    parser.add_argument("--weight-decay", type=float, default=BASE.weight_decay)
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     log = Log(arguments.out)
     losses: dict[tuple[str, float], dict[float, list[float]]] = {}
-    jobs = [(rate, seed, arguments.images) for seed in arguments.seeds for rate in arguments.rates]
+    common = (arguments.images, arguments.weight_decay)
+    jobs = [(rate, seed, *common) for seed in arguments.seeds for rate in arguments.rates]
     with ProcessPoolExecutor(arguments.processes) as pool:
         found_rows = pool.map(rows_of, *zip(*jobs, strict=True))
-        for (rate, _, _), rows in zip(jobs, found_rows, strict=True):
+        for (rate, *_), rows in zip(jobs, found_rows, strict=True):
             for row in rows:
                 kept = {name: row[name] for name in row if not name.endswith("seconds")}
                 log.add(kind="row", **kept)
