@@ -138,17 +138,25 @@ def shared_evaluations(own: Sequence[float], other: Sequence[float]) -> set[floa
     return {moment for moment in own if moment in both or not first <= moment <= last}
 
 
-def curve_of(rows: Iterable[Row], usual: Iterable[Row], metric: Metric, axis: Axis) -> Curve:
+def curve_of(
+    rows: Iterable[Row],
+    usual: Iterable[Row],
+    metric: Metric,
+    axis: Axis,
+    *,
+    earlier: Sequence[Row] = (),
+) -> Curve:
     """The curve of one series of one seed.
 
     `usual` are the same seed's raw weights with running BatchNorm statistics. An average is charged
-    for those evaluations as well, because they are needed with or without averaging.
+    for those evaluations as well, because they are needed with or without averaging. What `earlier`
+    rows cost is charged too, but they are not part of the curve.
     """
     own = in_order(rows)
     if axis in ("epoch", "step"):
         places = [_known(row, axis) for row in own]
     else:
-        places = _clock(own, in_order(usual))
+        places = _clock([*earlier, *own], in_order(usual))[len(earlier) :]
         if axis == "gpu_hours":
             places = [
                 at * (row.get("num_devices") or 1) / 3600

@@ -28,7 +28,9 @@ DEFINITIONS = (
     "average.",
     "The budget at equal quality is where the average is first as good as the final value of the "
     "annealed run of the same seed, in percent of that run's length. “Not reached” means that the "
-    "average never had that value. Time includes every cost of averaging.",
+    "average never had that value. Time includes every cost of averaging. A decay that branches "
+    "off a constant-rate run is also charged for that run's evaluations before the branch, as if "
+    "it had been trained alone.",
     "If there are several peak rates, each schedule and length and each average is shown with the "
     "peak that is best for it in this metric.",
 )

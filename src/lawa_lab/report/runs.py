@@ -5,9 +5,10 @@ any number of files. A *series* is what was evaluated in it: the raw weights, or
 (method, window, coefficients), each with one treatment of the BatchNorm statistics.
 """
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,7 @@ class Run:
     recipe: str
     name: str  # such as "sgd" or "lookahead(sgd)", or "sgd, 50 epochs" beside other lengths
     rows: tuple[Row, ...]
+    shared: tuple[Row, ...] = ()  # of the constant-rate run that a landing branched off
 
     @property
     def annealed(self) -> bool:
@@ -187,7 +189,8 @@ class Run:
                 kept = shared_evaluations([moment_of(row) for row in usual], sorted(at[seed]))
                 own = [row for row in own if moment_of(row) in at[seed]]
                 usual = [row for row in usual if moment_of(row) in kept]
-            curves[seed] = curve_of(own, usual, metric, axis)
+            earlier, usually = (self._shared.get((s, seed), []) for s in (series, Series()))
+            curves[seed] = curve_of(own, [*usually, *usual], metric, axis, earlier=earlier)
         return curves
 
     def has(self, series: Series, metric: Metric) -> bool:
@@ -212,10 +215,19 @@ class Run:
 
     @cached_property
     def _sorted(self) -> dict[tuple[Series, Any], list[Row]]:
-        groups: dict[tuple[Series, Any], list[Row]] = {}
-        for row in self.rows:
-            groups.setdefault((Series.of(row), row.get("seed")), []).append(row)
-        return {key: in_order(rows) for key, rows in groups.items()}
+        return _by_series(self.rows)
+
+    @cached_property
+    def _shared(self) -> dict[tuple[Series, Any], list[Row]]:
+        return _by_series(self.shared)
+
+
+def _by_series(rows: Iterable[Row]) -> dict[tuple[Series, Any], list[Row]]:
+    """By series and seed, the rows in order, one per moment."""
+    groups: dict[tuple[Series, Any], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((Series.of(row), row.get("seed")), []).append(row)
+    return {key: in_order(own) for key, own in groups.items()}
 
 
 def load_runs(paths: Sequence[Path]) -> list[Run]:
@@ -240,7 +252,33 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
         if len(peaks) > 1 and peak is not None:
             full += f", rate {peak:g}"
         found.append(Run(recipe, full, tuple(own)))
+    found = [replace(run, shared=_shared_by(run, found)) if run.land else run for run in found]
     return sorted(found, key=lambda run: ("(" in run.name, run.annealed, _length(run)))
+
+
+def _shared_by(run: Run, runs: Sequence[Run]) -> tuple[Row, ...]:
+    """Rows of the constant-rate run that a landing branches off, before the first of its own.
+
+    `lawa train --budgets` trains and evaluates this part once. A landing that was trained alone has
+    rows of its own from before the decay.
+    """
+    kind = run.kind.partition(", landing ")[0]  # not a prefix: "adam" is one of "adamw"
+    same = [r for r in runs if (r.recipe, r.kind, r.peak) == (run.recipe, kind, run.peak)]
+    found: list[Row] = []
+    for seed in run.seeds:
+        first = min((row for row in run.rows if row.get("seed") == seed), key=moment_of)
+        if (first.get("epoch") or 0.0) > (1.0 - run.land) * (run.budget_epochs or math.inf):
+            trunks = (
+                [r for r in each.rows if r.get("seed") == seed and _is_timed_before(r, first)]
+                for each in same
+                if each.anytime
+            )
+            found += next(filter(None, trunks), [])
+    return tuple(found)
+
+
+def _is_timed_before(row: Row, first: Row) -> bool:
+    return row.get("train_seconds") is not None and moment_of(row) < moment_of(first)
 
 
 def main_averages(run: Run, metric: Metric, k: int | None) -> list[Series]:

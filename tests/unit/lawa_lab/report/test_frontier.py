@@ -184,6 +184,24 @@ def test_budget_at_equal_quality_is_counted_from_the_end_of_annealed_runs(
     assert row.saving.gpu_hours is not None
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_landing_costs_the_same_whether_it_branches_off_or_is_trained_alone(
+    alone: bool, tmp_path: Path
+) -> None:
+    rows = [{**row, "evaluate_seconds": 1.0} for row in frontier_rows(budgets=(16, 32), seeds=(0,))]
+    if alone:
+        landing = next(row for row in rows if row["land"] and row["budget_epochs"] == 32)
+        plan = {name: landing[name] for name in ("run", "land")}
+        trunk = [row for row in rows if row["run"] == "sgd, constant rate" and row["epoch"] <= 24]
+        rows += [{**row, **plan} for row in trunk]
+    found = frontier_in(report_on(tmp_path, rows)).annealed
+    seconds = {(point.label, point.budget): point.seconds for point in found}
+    spent = seconds["25% linear decay", 32]
+    assert spent is not None
+    assert spent.mean == pytest.approx(32 * 2.0 + 32 * 1.0)  # it trains and evaluates 32 epochs
+    assert spent == seconds["cosine", 32]
+
+
 def test_what_is_not_reached_is_said_and_the_headline_is_not_chosen_in_favour_of_averaging(
     frontier: Frontier,
 ) -> None:
