@@ -103,19 +103,33 @@ def _show_savings(report: MetricReport, recipe: RecipeReport, console: Console) 
 
 
 def _show_averages(metrics: Sequence[MetricReport], recipe: RecipeReport, console: Console) -> None:
-    """Raw weights and every average at the end of each run; a table for each run."""
+    """Raw weights and every average at the end of each run; a table for each run.
+
+    Not for the runs that are only compared with others: the averages at their end are above.
+    """
     wide = console.width >= _WIDE
     roomy = wide or len(metrics) <= 2
     shown = [metric for metric in metrics if roomy or any(metric is one for one in recipe.shown)]
-    named = [(*(r.run for r in m.runs), *(r.run for r in m.windows)) for m in shown]
-    runs = dict.fromkeys(itertools.chain(*named))
+    runs = dict.fromkeys(name for metric in shown for name in _alone(metric))
     unit = say_axis(recipe.axis)
     title = f"At the end, and most {unit} saved against raw weights treated alike"
     console.print(title, style="bold")
+    several = len({row.run for metric in shown for row in metric.runs}) > 1
     for run in runs:
-        if len(runs) > 1:
+        if several:
             console.print(run, markup=False)
         _put(console, _averages_table(shown, recipe.axis, run, wide=wide))
+
+
+def _alone(report: MetricReport) -> list[str]:
+    """The runs inside which averages are compared with raw weights."""
+    inside = dict.fromkeys(row.run for row in report.windows)
+    others: set[str] = set()
+    if (found := report.frontier) is not None:
+        others = {*(p.run for p in found.annealed), *(c.run for c in found.curves)}
+        others |= {*found.unfinished}
+    raw = [row.run for row in report.runs if row.run in inside or row.run not in others]
+    return [*raw, *inside]
 
 
 def _show_frontier(

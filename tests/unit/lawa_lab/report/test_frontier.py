@@ -760,3 +760,13 @@ def test_annealed_runs_alone_are_shown_one_by_one(tmp_path: Path) -> None:
     assert text.index("Quality at equal budget") < text.index("Inside one run")
     assert "epochs to reach" in text
     assert "\nraw  " in text
+
+
+def test_no_run_is_shown_at_its_end_without_its_averages(tmp_path: Path) -> None:
+    annealed = [row for row in frontier_rows() if row["schedule"] == "cosine"]
+    text = shown(report_on(tmp_path, annealed))
+    ends = text.partition("At the end, and most")[2]
+    assert "\nsgd, 32 epochs\n" in ends
+    assert "\nk = 4 " in ends
+    assert "8 epochs" not in ends  # its end and that of its average are in the first table
+    assert ends.count("\nraw ") == 1
