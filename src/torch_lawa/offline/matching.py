@@ -87,8 +87,11 @@ def _compare(
     known = set(newest.tensors)
     for name in other.tensors:
         if name not in known and options.includes(name):
+            tied = newest.aliases.get(name)
+            why = f"tied to {tied!r} in {newest.location}, but not here" if tied else ""
             raise LayoutError(
-                f"{other.file_of(name)}: tensor {name!r} is not in {newest.location}. {advice}"
+                f"{other.file_of(name)}: tensor {name!r} is "
+                f"{why or f'not in {newest.location}'}. {advice}"
             )
 
 

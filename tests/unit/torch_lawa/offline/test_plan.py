@@ -97,6 +97,23 @@ def test_checkpoints_that_do_not_fit(
     assert not (tmp_path / "m").exists()
 
 
+@pytest.mark.parametrize(
+    ("first_tied", "message"),
+    [
+        (True, "'b' of .*2.pt is missing: it is tied to 'a'"),
+        (False, "'b' is tied to 'a' in .*2.pt"),
+    ],
+)
+def test_a_tensor_that_is_tied_in_one_checkpoint_only_is_named_so(
+    tmp_path: Path, first_tied: bool, message: str
+) -> None:
+    for step, tied in ((1, first_tied), (2, not first_tied)):
+        one, other = torch.ones(2), torch.zeros(2)
+        torch.save({"a": one, "b": one if tied else other}, tmp_path / f"step_{step}.pt")
+    with pytest.raises(LayoutError, match=message):
+        plan_average(tmp_path, tmp_path / "m.pt", last=2)
+
+
 def test_excluding_the_tensor_that_does_not_fit_helps(run: Path, tmp_path: Path) -> None:
     write(run, 300, w=torch.zeros(4), n=torch.tensor(1), x=torch.zeros(1))
     with pytest.raises(ConfigError, match=r"no tensor of .* matches the pattern 'y'"):
