@@ -358,10 +358,11 @@ def test_a_run_without_rows_yet_is_left_out_with_a_note(lawa: Lawa, metrics: Pat
     code, said, noted = lawa(metrics.parents[1])
     assert (code, said) == lawa(metrics)[:2]
     assert noted == f"Note: {empty} is empty, so it is left out.\n"
-    code, _, told = lawa(empty.parent)
-    assert code == 1
-    assert "metrics.jsonl" in told
-    assert lawa(empty)[0] == 1  # which was asked for by its name
+    assert lawa(metrics.parent, empty.parent) == (code, said, noted)  # as of `runs/*`
+    for path in (empty.parent, empty):
+        code, _, told = lawa(path)
+        assert code == 1
+        assert f"{empty}: is empty" in told
 
 
 def test_a_run_without_averages_is_said_to_be_one(lawa: Lawa, metrics: Path) -> None:

@@ -27,12 +27,15 @@ def find_files(paths: Sequence[Path]) -> dict[Path, str | None]:
 
     A folder stands for the `metrics.jsonl` files in and below it that have rows. If there are none,
     it stands for its other `.jsonl` files that hold rows of weights, and each of those is a run of
-    its own, named after the file: nothing else tells such files apart.
+    its own, named after the file: nothing else tells such files apart. A folder whose
+    `metrics.jsonl` files are all empty stands for nothing, beside others that have rows.
     """
     files: dict[Path, tuple[Path, str | None]] = {}
     for path in paths:
         for file, name in _files_in(path) if path.is_dir() else [(path, None)]:
             files.setdefault(file.resolve(), (file, name))
+    if not files and (empty := find_empty(paths)):
+        raise FormatError(_no_rows_yet(empty[0]))
     return dict(files.values())
 
 
@@ -53,8 +56,10 @@ def _files_in(folder: Path) -> list[tuple[Path, str | None]]:
     usual = [file for file in sorted(folder.rglob("metrics.jsonl")) if not _is_empty(file)]
     if usual:
         return [(file, None) for file in usual]
-    others = sorted(folder.rglob("*.jsonl"))
+    others = [file for file in sorted(folder.rglob("*.jsonl")) if not _is_empty(file)]
     rows = [file for file in others if any("weights" in row for row in read_metrics(file))]
+    if not rows and not others and find_empty([folder]):
+        return []
     if not rows:
         names = ", ".join(file.name for file in others)
         seen = f" ({names} hold{'s'[: len(others) == 1]} none)" if others else ""
@@ -175,7 +180,16 @@ def _name_of(row: Row) -> tuple[str, str]:
 _WRITERS = "`lawa train`, `lawa demo`, `lawa sweep` and evaluate_side_by_side() write such rows."
 
 
+def _no_rows_yet(file: Path) -> str:
+    return (
+        f"{file}: is empty. A run writes its first rows after its first evaluation; report on it "
+        "then."
+    )
+
+
 def _rows_in(file: Path) -> list[Row]:
+    if _is_empty(file):
+        raise FormatError(_no_rows_yet(file))
     rows = []
     for number, row in enumerate(read_metrics(file), start=1):
         if "weights" in row:

@@ -172,7 +172,7 @@ def test_numbers_that_are_not_finite_are_missing(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ('{"kind": "provenance"}\n', "no row has `weights`"),
-        ("", "no row has `weights`"),
+        ("", "is empty"),
         ("weights: raw\n", "line 1: not a row of metrics"),
         ('{"weights": 3, "epoch": 1}\n', "line 1: `weights` is 3"),
         ('{"weights": "raw"}\n', "line 1: .*neither `epoch` nor `step`"),
