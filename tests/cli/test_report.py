@@ -351,6 +351,17 @@ def test_mistakes_are_named(words: list[object], code: int, message: str, lawa: 
     assert message in complained
 
 
+def test_the_ends_of_runs_of_different_lengths_are_those_of_named_pairs(
+    lawa: Lawa, metrics: Path
+) -> None:
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    some = [row for row in rows if row["run"] == "sgd" or row["epoch"] <= 4]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in some))
+    said = " ".join(lawa(metrics)[1].split())
+    assert "ended at epoch 4, the average at 15. (sgd, k = 2 against adam, raw)" in said
+    assert "ended at epoch 15, the average at 4. (adam, k = 2 against sgd, raw)" in said
+
+
 def test_a_run_without_rows_yet_is_left_out_with_a_note(lawa: Lawa, metrics: Path) -> None:
     empty = metrics.parents[1] / "later" / "metrics.jsonl"
     empty.parent.mkdir()

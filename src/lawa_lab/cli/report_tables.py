@@ -98,7 +98,7 @@ def _show_savings(report: MetricReport, recipe: RecipeReport, console: Console) 
             f"Averages against the raw weights of other runs ({unit} saved)", style="bold"
         )
         _put(console, _across_table(report.metric, across))
-        _say_all(console, (note for row in across for note in row.notes))
+        _say_all(console, saving_words.limits_said(across))
     _say_all(console, report.losses, bullet="- ")
 
 

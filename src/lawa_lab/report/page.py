@@ -108,7 +108,7 @@ def _sections(scene: Scene) -> list[Section]:
                 for report in _ordered(scene)
                 if report.own()
             ]
-            notes = [*_notes(main.own()), *scene.report.notes]
+            notes = [*saving_words.limits_said(main.own()), *scene.report.notes]
         elif kind.name == "behind":
             tables = [
                 _averages_table(report, scene.axis, folded=report is not main)
@@ -117,7 +117,7 @@ def _sections(scene: Scene) -> list[Section]:
             notes = [] if blocks else list(main.losses)
         elif kind.name == "runs" and main.across:
             tables = [_raw_table(main), _main_table(main, main.across, len(main.across) > _FEW)]
-            notes = _notes(main.across)
+            notes = saving_words.limits_said(main.across)
         if blocks or kind.name == "behind":
             found.append(Section(heading, blocks, tables, notes))
     return found
@@ -322,18 +322,6 @@ def _source_table(scenes: Sequence[Scene]) -> PageTable:
             )
     head = ["recipe", "run", "seeds", "epochs", "steps", "device", "training time", "rows"]
     return PageTable("Runs", head, [(None, lines)])
-
-
-def _notes(rows: Sequence[MainRow]) -> list[str]:
-    """What limits comparisons, each note once."""
-    about: dict[str, list[str]] = {}
-    for row in rows:
-        for note in row.notes:
-            about.setdefault(note, []).append(row.label)
-    return [
-        f"{note} ({'; '.join(labels)})" if len(labels) < len(rows) else note
-        for note, labels in about.items()
-    ]
 
 
 def _resource(name: str) -> str:

@@ -32,6 +32,7 @@ __all__ = [
     "definitions",
     "finding",
     "limits_of",
+    "limits_said",
     "losses",
     "notes_on",
     "seen_at_targets",
@@ -233,6 +234,18 @@ def limits_of(
             f"{say_number(ends[0][1])}."
         )
     return tuple(said)
+
+
+def limits_said(rows: Sequence["MainRow"]) -> list[str]:
+    """What limits some comparisons, each note once, with those that it is about if not all."""
+    about: dict[str, list[str]] = {}
+    for row in rows:
+        for note in row.notes:
+            about.setdefault(note, []).append(row.label)
+    return [
+        f"{note} ({'; '.join(labels)})" if len(labels) < len(rows) else note
+        for note, labels in about.items()
+    ]
 
 
 def _every(gap: float, axis: Axis) -> str:
