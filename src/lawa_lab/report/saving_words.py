@@ -284,6 +284,13 @@ def _notes(run: Run, axis: Axis) -> Iterable[str]:
     if len(ends) > 1:
         places = ", ".join(say_number(end) for end in ends)
         yield f"seeds ended at different {say_axis(axis)} ({places})."
+    epochs = [run.rows_of(Series(), seed)[-1:] for seed in run.seeds]
+    reached = min((row["epoch"] for own in epochs for row in own if row.get("epoch")), default=None)
+    if run.annealed and reached and run.budget_epochs and reached < 0.99 * run.budget_epochs:
+        yield (
+            f"not finished: its rows end at epoch {say_number(reached)} of "
+            f"{say_number(run.budget_epochs)}, before its learning rate has decayed."
+        )
     timeless = [s for s in run.series if "seconds" not in run.axes(s)]
     if timeless:
         which = "; ".join(each.label for each in timeless)

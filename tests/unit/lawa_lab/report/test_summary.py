@@ -277,6 +277,19 @@ def test_limits_are_named_seeds_ends_and_unknown_time() -> None:
     assert ends.startswith("adam: seeds ended at different epochs (3, 2)")
 
 
+@pytest.mark.parametrize(("schedule", "ends", "said"), [("cosine", 2, True), ("cosine", 3, False),
+                                                       ("constant", 2, False)])  # fmt: skip
+def test_an_annealed_run_that_is_not_finished_is_named(
+    schedule: str, ends: int, said: bool
+) -> None:
+    rows = rows_of([9, 8, 7][:ends]) + rows_of([None, 7, 6][:ends], 2)
+    run = run_of([{**row, "schedule": schedule, "budget_epochs": 3} for row in rows])
+    [recipe] = summarise([run]).recipes
+    assert (
+        any("not finished: its rows end at epoch 2 of 3" in note for note in recipe.notes) == said
+    )
+
+
 def test_a_limit_of_many_runs_is_a_number_with_an_example() -> None:
     several = run_of(rows_of([9, 8]) + rows_of([None, 7], 2), rows_of([9, 8], seed=1), name="two")
     for number, said in ((4, "a; b; c; d: only"), (5, "5 of 6 runs, such as a: only")):
