@@ -218,7 +218,7 @@ def limits_of(
     if alone:
         said.append(f"Seeds that only one of the two has are left out: {', '.join(alone)}.")
     pairs = [(raw[seed], curve) for seed, curve in own.items() if seed in raw]
-    gaps = [(_interval(a), _interval(b)) for a, b in pairs]
+    gaps = [(_interval(a, b), _interval(b, a)) for a, b in pairs]
     differ = [(a, b) for a, b in gaps if a is not None and b is not None and a != b]
     if differ:
         a, b = differ[0]
@@ -252,10 +252,14 @@ def _every(gap: float, axis: Axis) -> str:
     return say_axis(axis, 1) if gap == 1 else say_count(gap, axis)
 
 
-def _interval(curve: Curve) -> float | None:
-    """The usual distance from one evaluation to the next."""
-    gaps = [b - a for a, b in itertools.pairwise(curve.at)]
-    return round(statistics.median(gaps), 6) if gaps else None
+def _interval(curve: Curve, other: Curve) -> float | None:
+    """The usual distance from one evaluation to the next, while the other is evaluated as well.
+
+    An average starts later, so before that the raw weights are not evaluated more often.
+    """
+    both = [at for at in curve.at if other.at[0] <= at <= other.at[-1]]
+    gaps = [b - a for a, b in itertools.pairwise(both)]
+    return round(statistics.median_low(gaps), 6) if gaps else None
 
 
 def notes_on(runs: Sequence[Run], axis: Axis) -> tuple[str, ...]:

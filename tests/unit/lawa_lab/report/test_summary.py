@@ -264,6 +264,14 @@ def test_evaluations_of_raw_weights_that_do_not_count_are_not_charged_to_the_ave
     assert compared.averaged["seconds"][0].at == (303.0 + 1.0, 604.0 + 2.0)
 
 
+def test_an_average_that_starts_later_is_not_evaluated_less_often() -> None:
+    """The last epoch is a part of one, so the distances in the whole run have another median."""
+    rows = rows_of([9, 8, 7]) + rows_of([None, 7, 6], 2)
+    ends = {1: 28, 2: 56, 3: 70}
+    run = run_of([{**row, "step": ends[row["epoch"]], "epoch": None} for row in rows])
+    assert report_on(run).main[0].notes == ()
+
+
 def test_limits_are_named_seeds_ends_and_unknown_time() -> None:
     sgd = run_of(rows_of([9, 8, 7]) + rows_of([None, 7], 2))
     other = run_of(rows_of([9, 8, 7]), rows_of([9, 8], seed=1), name="adam")
