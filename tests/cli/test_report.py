@@ -279,6 +279,37 @@ def test_nothing_is_overwritten_unless_asked_and_then_no_old_figure_stays(
     assert not any("adam" in name for name in left)
 
 
+@pytest.mark.parametrize("by", ["SIGKILL", "SIGINT"])
+@only_figures("saving")
+def test_no_figure_of_an_interrupted_report_stays(
+    lawa: Lawa, metrics: Path, tmp_path: Path, by: str
+) -> None:
+    """It stops after the figure of adam; the next report has no such run."""
+    output = tmp_path / "report"
+    program = f"""
+import os, signal, sys
+from lawa_lab.report.figures import files
+{ONE_FIGURE}
+real = files.save
+
+def save(drawing, folder):
+    real(drawing, folder)
+    if "adam" in drawing.name:
+        os.kill(os.getpid(), signal.{by})
+
+files.save = save
+main(sys.argv[1:])
+"""
+    command = [sys.executable, "-c", program, "report", str(metrics), "-o", str(output)]
+    assert subprocess.run(command, capture_output=True, check=False).returncode != 0
+    assert not (output / "report.html").exists()
+    (output / "figures" / f"saving-adam.png.{'0' * 16}.partial").touch()
+    only = "".join(line + "\n" for line in metrics.read_text().splitlines() if '"sgd"' in line)
+    metrics.write_text(only)
+    assert lawa(metrics, "-o", output, "--overwrite")[0] == 0
+    assert {p.name for p in (output / "figures").iterdir()} == {"saving.png", "saving.svg"}
+
+
 ONE_FIGURE = (
     "from torch_lawa.cli.main import main; from lawa_lab.report.figures import FIGURES; "
     "[FIGURES.pop(name) for name in [*FIGURES] if name != 'saving']"

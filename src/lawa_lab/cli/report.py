@@ -132,23 +132,35 @@ def _write(
     from torch_lawa.checkpoints.storage.atomic import replacing
 
     output.mkdir(parents=True, exist_ok=True)
-    earlier = _earlier_figures(output)
-    figures: list[Path] = []
+    known = _earlier_figures(output)
+    names: list[str] = []
+
+    def list_figures(figures: list[str]) -> None:
+        with replacing(output / _JSON) as file:
+            file.write(json.dumps({**report.as_dict(), "figures": figures}).encode())
+
+    def announce(paths: list[Path]) -> None:
+        """List the figures before they are written, so that none is left if this is killed."""
+        known.update(path.relative_to(output).as_posix() for path in paths)
+        list_figures(sorted(known))
+
     try:
-        figures = save_figures(runs, report, output / _FIGURES)
+        figures = save_figures(runs, report, output / _FIGURES, announce)
+        names = [path.relative_to(output).as_posix() for path in figures]
         save_page(runs, report, output / _PAGE, title=title, files=files)
     except LawaError as error:  # for example without matplotlib
         raise LawaError(f"{error}. The tables and {output / _JSON} are complete.") from None
     finally:
-        names = [path.relative_to(output).as_posix() for path in figures]
-        with replacing(output / _JSON) as file:
-            file.write(json.dumps({**report.as_dict(), "figures": names}).encode())
-        for name in earlier - set(names):
+        list_figures(names)
+        for name in known - set(names):
             (output / name).unlink(missing_ok=True)
 
 
 def _earlier_figures(output: Path) -> set[str]:
-    """The figures of an earlier report, which must not be left among the new ones."""
+    """The figures of an earlier report, which must not be left among the new ones.
+
+    Of one that was killed, also those that it was going to write.
+    """
     try:
         names = set(json.loads((output / _JSON).read_bytes())["figures"])
         parts = {name: Path(name).parts for name in names}

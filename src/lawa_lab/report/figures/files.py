@@ -7,10 +7,10 @@ always gives the same bytes.
 import importlib
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lawa_lab.report.figures.axes import Panel, fill, matplotlib
 from lawa_lab.report.figures.registry import FIGURES, FigureKind
@@ -18,7 +18,7 @@ from lawa_lab.report.figures.scene import Scene
 from lawa_lab.report.figures.style import INK, Style
 from lawa_lab.report.runs import Run
 from lawa_lab.report.summary import Report
-from torch_lawa.checkpoints.storage.atomic import replacing
+from torch_lawa.checkpoints.storage.atomic import recover_all, replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,6 +34,8 @@ __all__ = [
     "svg_text",
 ]
 
+_Format: TypeAlias = Literal["png", "svg"]
+_FORMATS: tuple[_Format, ...] = ("png", "svg")
 _WIDTH, _HEIGHT = 9.0, 3.4  # inches of a row of two panels; 11 points are 12 pixels at 700 wide
 _WORDS = {"frameon": False, "fontsize": 11.5, "labelcolor": INK, "handlelength": 2.6}
 
@@ -72,13 +74,26 @@ def drawings(scene: Scene) -> list[Drawing]:
     return found
 
 
-def save_figures(runs: Sequence[Run], report: Report, folder: Path) -> list[Path]:
-    """Write every figure as PNG and SVG; with several recipes, in one folder per recipe."""
-    paths = []
+def save_figures(
+    runs: Sequence[Run],
+    report: Report,
+    folder: Path,
+    announce: Callable[[list[Path]], None] = lambda paths: None,
+) -> list[Path]:
+    """Write every figure as PNG and SVG; with several recipes, in one folder per recipe.
+
+    `announce` is called with the files before the first of them is written.
+    """
+    drawn: dict[Path, list[Drawing]] = {}
     for recipe in report.recipes:
         own = folder / slug(recipe.recipe) if len(report.recipes) > 1 else folder
-        for drawing in drawings(Scene(recipe, runs)):
-            paths += save(drawing, own)
+        drawn.setdefault(own, []).extend(drawings(Scene(recipe, runs)))
+    paths = [path for own, found in drawn.items() for each in found for path in _paths(each, own)]
+    announce(paths)
+    for own, found in drawn.items():
+        recover_all(own)
+        for drawing in found:
+            save(drawing, own)
     return paths
 
 
@@ -170,13 +185,15 @@ def draw_panel(panel: Panel) -> "Figure":
     return figure
 
 
-def save(
-    drawing: Drawing, folder: Path, formats: Sequence[Literal["png", "svg"]] = ("png", "svg")
-) -> list[Path]:
+def _paths(drawing: Drawing, folder: Path, formats: Sequence[_Format] = _FORMATS) -> list[Path]:
+    return [folder / f"{drawing.name}.{kind}" for kind in formats]
+
+
+def save(drawing: Drawing, folder: Path, formats: Sequence[_Format] = _FORMATS) -> list[Path]:
     """Write a figure to one file per format."""
     folder.mkdir(parents=True, exist_ok=True)
     figure = draw(drawing)
-    paths = [folder / f"{drawing.name}.{kind}" for kind in formats]
+    paths = _paths(drawing, folder, formats)
     for kind, path in zip(formats, paths, strict=True):
         with replacing(path) as file:
             if kind == "png":
