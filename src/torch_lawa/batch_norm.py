@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,12 +12,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_lawa.errors import BatchNormError
 from torch_lawa.ranks.barrier import barrier
+from torch_lawa.selection import unwrap
 from torch_lawa.shards import local
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["layers_with_statistics", "recalibrate_batch_norm"]
+__all__ = ["frozen_layers", "layers_with_statistics", "re_estimate", "recalibrate_batch_norm"]
 
 
 def recalibrate_batch_norm(
@@ -38,6 +39,9 @@ def recalibrate_batch_norm(
     anything fails, the statistics are unchanged. Without BatchNorm layers it returns 0 and does
     not iterate the loader.
 
+    Layers that training keeps in evaluation mode are frozen, and keep their statistics. Call it
+    while the model is in training mode: in evaluation mode they cannot be told from the others.
+
     A batch may be a tensor, a tuple or list whose first item is the input, or a dict of keyword
     arguments; tensors are moved to the model's device. For any other batch pass
     `forward=lambda model, batch: ...`, which gets the batch unchanged.
@@ -50,7 +54,21 @@ def recalibrate_batch_norm(
     >>> recalibrate_batch_norm(model, [torch.randn(8, 2) for _ in range(5)], num_batches=4)
     4
     """
-    layers = layers_with_statistics(model)
+    frozen = frozen_layers(model)
+    return re_estimate(model, loader, num_batches, forward=forward, group=group, frozen=frozen)
+
+
+def re_estimate(
+    model: nn.Module,
+    loader: Iterable[Any],
+    num_batches: int | None,
+    *,
+    forward: Callable[[nn.Module, Any], Any] | None,
+    group: "ProcessGroup | None",
+    frozen: Collection[nn.Module],
+) -> int:
+    """Like `recalibrate_batch_norm`, except for the given `frozen` layers."""
+    layers = [layer for layer in layers_with_statistics(model) if layer not in frozen]
     if not layers:
         return 0
     if num_batches is not None and (not isinstance(num_batches, int) or num_batches < 1):
@@ -77,12 +95,21 @@ def recalibrate_batch_norm(
 
 
 def layers_with_statistics(model: nn.Module) -> list[_BatchNorm]:
-    """The BatchNorm layers that keep running statistics."""
+    """The BatchNorm layers that update running statistics."""
     return [
         module
         for module in model.modules()
-        if isinstance(module, _BatchNorm) and module.running_mean is not None
+        if isinstance(module, _BatchNorm)
+        and module.running_mean is not None
+        and module.track_running_stats  # switched off later by Lightning's `BaseFinetuning.freeze`
     ]
+
+
+def frozen_layers(model: nn.Module) -> list[_BatchNorm]:
+    """The layers that are in evaluation mode, while the model is trained; none if it is not."""
+    if not unwrap(model).training:
+        return []
+    return [layer for layer in layers_with_statistics(model) if not layer.training]
 
 
 class _Seen:

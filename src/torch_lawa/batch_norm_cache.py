@@ -7,15 +7,17 @@ pass if the model takes its batches in another way than usual.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_lawa.averager import LatestWeightAverager
-from torch_lawa.batch_norm import layers_with_statistics, recalibrate_batch_norm
+from torch_lawa.batch_norm import frozen_layers, layers_with_statistics, re_estimate
 from torch_lawa.coefficients import Blend
 from torch_lawa.errors import ConfigError
+from torch_lawa.selection import unwrap
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,10 +46,21 @@ class BatchNormCache:
         """Forget the statistics: another run begins."""
         self._values: dict[tuple[int, ...], dict[str, Tensor]] = {}  # by the window's steps
         self._window_key: object = None  # of the window that has these snapshots, once it is known
+        self._unused = False  # whether the model has no such layers
+        self._frozen: WeakSet[nn.Module] = WeakSet()  # layers that keep their statistics
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is used with a copy of the window."""
-        return {**vars(self), "_window_key": None}
+        """A copy is used with a copy of the window, and of the model."""
+        return {**vars(self), "_window_key": None, "_frozen": WeakSet()}
+
+    def watch(self, model: nn.Module) -> None:
+        """Note which layers are frozen, if the model is in training mode now.
+
+        Frameworks put the whole model into evaluation mode before the statistics are estimated.
+        """
+        if not self._unused and unwrap(model).training:
+            self._unused = not layers_with_statistics(model)
+            self._frozen = WeakSet(frozen_layers(model))
 
     def needed(self, model: nn.Module) -> bool:
         """Whether the model has statistics that should be re-estimated."""
@@ -86,8 +99,16 @@ class BatchNormCache:
                 for name, buffer in _buffers(model):
                     buffer.copy_(self._values[window][name])
             return
+        self.watch(model)
         with batches() as loader:
-            recalibrate_batch_norm(model, loader, self._num_batches, forward=forward, group=group)
+            re_estimate(
+                model,
+                loader,
+                self._num_batches,
+                forward=forward,
+                group=group,
+                frozen=self._frozen,
+            )
         # Windows that end with an older snapshot will not be asked for again.
         self._values = {w: v for w, v in self._values.items() if w[-1:] == window[-1:]}
         with torch.inference_mode(False):  # an inference tensor could not be saved

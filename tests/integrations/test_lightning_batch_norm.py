@@ -63,6 +63,28 @@ def test_statistics_are_those_of_the_train_loader(tmp_path, side_by_side):
     assert model.training
 
 
+@pytest.mark.parametrize("options", [{}, {"side_by_side": True}, {"choose_window": True}])
+def test_layers_that_training_keeps_in_evaluation_mode_keep_their_statistics(tmp_path, options):
+    class Finetuned(Net):
+        def __init__(self):
+            super().__init__(batch_norm=True)
+            self.net[1].running_var.fill_(4.0)
+
+        def on_train_epoch_start(self):
+            self.net[1].eval()
+
+    watch, model = Watch(), Finetuned()
+    averaging = LatestWeightAveraging(2, batch_norm_batches=2, **options)
+    run = trainer(tmp_path, watch, averaging, max_epochs=3)
+    run.fit(model, loader(size=20), loader(seed=1))
+    name = "val_loss_averaged" if options else "val_loss"
+    windows = [mean(watch.epochs[1:])]
+    windows += [watch.epochs[-1]] if "choose_window" in options else []
+    best = min(loss(model, window, loader(seed=1)) for window in windows)
+    assert run.callback_metrics[name].item() == pytest.approx(best, abs=1e-6)
+    assert torch.equal(model.net[1].running_var, torch.full((5,), 4.0))
+
+
 def test_none_are_estimated_where_none_are_wanted(tmp_path):
     watch, model = Watch(), Net(batch_norm=True)
     averaging = LatestWeightAveraging(k=2, batch_norm_batches=0)

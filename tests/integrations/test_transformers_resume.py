@@ -387,3 +387,31 @@ def test_batch_norm_of_the_newest_snapshot(tmp_path: Path) -> None:
     found, own = saved(tmp_path / "checkpoint-12" / MODEL), saved(tmp_path / "checkpoint-12")
     kept = [name for name in own if "running" in name]
     assert same({name: found[name] for name in kept}, own)
+
+
+class Finetuned(ResNetForImageClassification):  # type: ignore[misc]
+    """Its BatchNorm layers stay in evaluation mode while it is trained."""
+
+    def train(self, mode: bool = True) -> "Finetuned":
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        return self
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"choose_window": True, "collect_strategy": "steps", "collect_every": 2}]
+)
+def test_frozen_batch_norm_keeps_its_statistics(tmp_path: Path, options: dict[str, Any]) -> None:
+    run: dict[str, Any] = {"train_dataset": images(1, 32), "eval_dataset": images(2, 8)}
+    callback, recorder, model = averaging(k=2, **options), Recorder(), resnet()
+    model.__class__ = Finetuned  # Transformers chooses a loss by the name of the first class
+    ran = trainer(tmp_path, callback, recorder, model=model, **run)
+    ran.train()
+    untouched = resnet().state_dict()
+    with ran._average(callback):
+        found = weights_of(ran.model)
+    expected = recorder.mean(10, 12) if callback.k in (None, 2) else recorder.weights[12]
+    assert same(found, expected)
+    assert all(torch.equal(found[name], untouched[name]) for name in found if "running" in name)

@@ -109,6 +109,33 @@ def test_modes_momenta_and_other_layers_are_left_alone() -> None:
         assert torch.equal(value, instance[name])
 
 
+def test_frozen_layers_keep_their_statistics_and_are_used_as_in_training() -> None:
+    data = batches(16, 8)
+    frozen, switched_off, trained = (nn.BatchNorm1d(3) for _ in range(3))
+    for layer in (frozen, switched_off):
+        layer.running_mean.fill_(2.0)
+        layer.running_var.fill_(9.0)
+    switched_off.track_running_stats = False  # as by Lightning's `BaseFinetuning.freeze`
+    model = nn.Sequential(frozen, switched_off, trained)
+    frozen.eval()
+    before = {n: t.clone() for n, t in model.state_dict().items() if not n.startswith("2.")}
+    wrapped = nn.DataParallel(model)
+    wrapped.training = False  # the mode of the wrapped module counts
+    seen = [((x - 2.0) / 3.0 - 2.0) / 3.0 for x in data]
+    assert recalibrate_batch_norm(wrapped, data) == 2
+    assert_same_state({n: model.state_dict()[n] for n in before}, before)
+    torch.testing.assert_close(
+        trained.running_mean.double(), expected(seen)[0], rtol=1e-4, atol=1e-5
+    )
+    frozen.train()
+    assert recalibrate_batch_norm(model, data) == 2
+    assert not torch.equal(frozen.running_mean, before["0.running_mean"])
+    model.train()
+    for layer in (frozen, trained):
+        layer.eval()
+    assert recalibrate_batch_norm(model, iter(())) == 0  # none left: the loader is not needed
+
+
 def test_dropout_is_off_while_estimating() -> None:
     data = batches(32)
     model = nn.Sequential(nn.Dropout(0.9), nn.BatchNorm1d(3))

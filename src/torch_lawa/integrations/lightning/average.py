@@ -108,6 +108,7 @@ class ModuleAverage(MonitoredWindow):
         """Take a snapshot of the trainer's module."""
         model, step = trained_model(trainer), trainer.global_step
         release_gathered(model)
+        self.batch_norm.watch(trainer.lightning_module)
         self._owner = weakref.ref(trainer.lightning_module)
         # `global_step` does not move for optimizers that Lightning does not know.
         newest = self.averager.newest_step
@@ -182,6 +183,7 @@ class ModuleAverage(MonitoredWindow):
     def try_forward(self, trainer: Trainer, batch: Any) -> None:
         """Run a training batch as the re-estimation will, so that it fails at once or never."""
         module = trainer.lightning_module
+        self.batch_norm.watch(module)
         with evaluating(module), preserved_rng(module.device):
             self._run(trainer, batch)
 

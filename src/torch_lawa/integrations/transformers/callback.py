@@ -320,6 +320,7 @@ class LatestWeightAveragingCallback(MonitoredWindow, TrainerCallback):
         if loss is not None:
             check_same_decision(model, due, step)
         if due:
+            self._batch_norm.watch(model)
             self.averager.collect(model, step=step)
 
     def save(self, model: nn.Module, checkpoint: Path, *, writes: bool) -> None:
