@@ -343,6 +343,7 @@ class DiskStore(Store):
     def _look(self) -> Manifest:
         """The manifest of this rank's folder, after checking every file that it names."""
         self._lock_folder()
+        self.wait()  # the averager that had this store before may have just collected
         manifest = Manifest.read(self.folder)
         for row in manifest.rows:
             self._verify(row.file, manifest.averaged)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch_lawa import DiskStore, LatestWeightAverager
 from torch_lawa.checkpoints.storage import atomic
 from torch_lawa.errors import ConfigError, FormatError, StoreError
 from torch_lawa.mean.kernels_native import native_library
+from torch_lawa.stores import disk as disk_module
 
 WRITER = """
 import sys, torch
@@ -320,6 +322,28 @@ def test_the_workers_of_a_killed_owner_do_not_keep_the_folder(tmp_path: Path) ->
         os.kill(worker, 0)  # it is still there
     finally:
         os.kill(worker, signal.SIGKILL)
+
+
+def test_a_store_that_is_passed_on_while_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a notebook: another averager with the same store, right after a snapshot."""
+    slow = disk_module.Staging.write
+
+    def write_slowly(*arguments: Any) -> None:
+        time.sleep(0.05)
+        slow(*arguments)
+
+    monkeypatch.setattr(disk_module.Staging, "write", write_slowly)
+    store = DiskStore(tmp_path)
+    averager = LatestWeightAverager(k=2, store=store)
+    for value in (1.0, 2.0, 4.0):
+        averager.collect({"w": torch.full((4,), value)})
+    averager = LatestWeightAverager(k=2, store=store)
+    assert averager.snapshot_steps == [2, 3]
+    assert averager.average()["w"].tolist() == [3.0] * 4
+    averager.collect({"w": torch.full((4,), 6.0)})
+    assert averager.average()["w"].tolist() == [5.0] * 4
 
 
 def test_a_store_is_that_of_one_averager(tmp_path: Path) -> None:
