@@ -210,6 +210,12 @@ class _Swap(AbstractContextManager[None]):
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        parameters = [
+            (module._parameters, name, parameter)
+            for module in inner.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
         for _, _, buffer in buffers:
             if _is_plain(buffer):
                 found.setdefault(id(local(buffer)), (local(buffer), None))
@@ -235,6 +241,10 @@ class _Swap(AbstractContextManager[None]):
                         owner[name] = buffer
                     elif _is_plain(now) and now.shape == buffer.shape:
                         write_into(local(now), values[id(local(buffer))])
+                for table, name, parameter in parameters:
+                    # `load_state_dict(assign=True)` and the like; optimizers have the own one.
+                    if name in table and table[name] is not None and table[name] is not parameter:
+                        table[name] = parameter
                 if masters is not None:
                     masters.share_copies()
             _clear_caches()

@@ -311,6 +311,32 @@ def test_buffers_that_were_replaced_inside_return() -> None:
     assert_same_state(state(model), before)
 
 
+def load_other_weights(model: nn.Module) -> None:
+    other = {name: t + 1 for name, t in model.state_dict().items()}
+    model.load_state_dict(other, assign=True)
+
+
+def convert_with_new_parameters(model: nn.Module) -> None:
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("replace", [load_other_weights, convert_with_new_parameters])
+def test_parameters_that_were_replaced_inside_return(
+    replace: Callable[[nn.Module], None],
+) -> None:
+    model, averager = trained()
+    before, own = state(model), dict(model.named_parameters())
+    with averager.swapped_into(model):
+        replace(model)
+    for name, parameter in model.named_parameters():
+        assert parameter is own[name]  # the optimizer has this one
+        assert torch.equal(parameter, before[name])
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_scripted_model_is_restored() -> None:
     model, averager = trained()
