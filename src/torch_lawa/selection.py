@@ -129,14 +129,13 @@ class Selector:
         if isinstance(source, nn.Module):
             masters = masters_of(source)
             found = _tensors(source)
-            if masters is not None:
-                found = [masters.of(tensor) for tensor in found]
-            tensors = [local(tensor) for tensor in found]
+            held = found if masters is None else [masters.of(tensor) for tensor in found]
+            tensors = [local(tensor) for tensor in held]
             same = self._model is not None and self._model() is unwrap(source)
-            if not same or not _unchanged(tensors, self._seen):
+            if not same or not _unchanged(tensors, found, self._seen):
                 self._sort(list(_of_module(source, masters)))
                 self._model = ref(unwrap(source))
-                self._seen = [_note(tensor) for tensor in tensors]
+                self._seen = list(map(_note, tensors, found))
         elif isinstance(source, Mapping):
             walked = list(_of_mapping(source))
             tensors = [local(tensor) for _, tensor, _ in walked]
@@ -320,11 +319,15 @@ def _tensors(module: nn.Module) -> list[Tensor]:
     return [tensor for tensor in found if tensor is not None]
 
 
-def _note(tensor: Tensor) -> _Seen:
-    return id(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.requires_grad
+def _note(tensor: Tensor, found: Tensor) -> _Seen:
+    """What is compared of a tensor; `found` is the one in the module.
+
+    Neither the local shard of a parameter nor its master follows its `requires_grad`.
+    """
+    return id(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype, found.requires_grad
 
 
-def _unchanged(tensors: list[Tensor], seen: list[_Seen] | None) -> bool:
+def _unchanged(tensors: list[Tensor], found: list[Tensor], seen: list[_Seen] | None) -> bool:
     """Whether every tensor is the one seen before: not replaced, moved, reshaped or (un)frozen.
 
     The dtype is compared too: a model that was converted twice may have its old memory again.
@@ -336,8 +339,10 @@ def _unchanged(tensors: list[Tensor], seen: list[_Seen] | None) -> bool:
         and tensor.data_ptr() == address
         and tensor.shape == shape
         and tensor.dtype == dtype
-        and tensor.requires_grad == trained
-        for tensor, (identity, address, shape, dtype, trained) in zip(tensors, seen, strict=True)
+        and own.requires_grad == trained
+        for tensor, own, (identity, address, shape, dtype, trained) in zip(
+            tensors, found, seen, strict=True
+        )
     )
 
 

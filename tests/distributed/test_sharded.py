@@ -194,3 +194,24 @@ def test_a_nan_stays_on_its_rank_and_leaves_with_its_snapshot() -> None:
     assert hit == [False, False, True]
     assert len(warned) == 1
     assert "step 2 has NaN or Inf in 'weight'" in warned[0]
+
+
+def unfrozen(rank: int, how: str) -> dict[str, Tensor]:
+    """The average of a model of which a layer is trained from the third snapshot on."""
+    model = sharded(how) if how else plain()
+    model.wide.requires_grad_(False)  # type: ignore[union-attr, operator]
+    averager = LatestWeightAverager(k=STEPS)
+    for step in range(STEPS):
+        if step == 2:
+            model.wide.requires_grad_(True)  # type: ignore[union-attr, operator]
+        refill(model, step)
+        averager.collect(model)
+    return {name: whole(tensor) for name, tensor in averager.average().items()}
+
+
+@pytest.mark.parametrize("how", ["fsdp", "tensor"])
+def test_a_layer_that_is_unfrozen_during_the_run_is_averaged(how: str) -> None:
+    expected = unfrozen(0, "")
+    for found in on_ranks(2, unfrozen, how):
+        for name in ("wide.weight", "wide.bias", "small.weight"):
+            assert torch.equal(found[name], expected[name]), name
