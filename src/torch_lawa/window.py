@@ -213,7 +213,8 @@ class Window:
                 raise LayoutError(
                     "there is nothing to average: the model has no trainable floating-point tensors"
                     f"{' that include and exclude select' if selection.excluded else ''}. "
-                    "Pass the module that is being trained, or a state dict with its weights."
+                    "Pass the module that is being trained, while its parameters require "
+                    "gradients, or a state dict with its weights."
                 )
             if sampled:
                 self._check_samples(selection)

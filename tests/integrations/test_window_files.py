@@ -119,6 +119,21 @@ def test_what_is_no_window_is_refused(tmp_path: Path) -> None:
         list(WindowFile(str(tmp_path / "other")).read())
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_shards_of_a_layer_that_was_unfrozen_after_the_start(tmp_path: Path) -> None:
+    window, model = WindowFile(str(tmp_path / "window")), net()
+    averager = collected(model)
+    window.write({"averager": averager}, model, writes=True, sharded=True)
+    window.publish()
+    (saved,), again, model = window.read(), {"averager": LatestWeightAverager(k=K)}, net()
+    model[0].requires_grad_(False)  # type: ignore[index]
+    with pytest.raises(StateError, match=r"0\.weight.*Unfreeze before you resume"):
+        saved.load(again, model, sharded=True)
+    model[0].requires_grad_(True)  # type: ignore[index]
+    saved.load(again, model, sharded=True)
+    assert same(again["averager"].average(), averager.average())
+
+
 def test_shards_are_not_saved_to_a_url() -> None:
     """They were written to a local path, and the window was lost."""
     averager, model = LatestWeightAverager(k=1), nn.Linear(1, 1)

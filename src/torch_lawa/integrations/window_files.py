@@ -114,6 +114,12 @@ class SavedWindows:
                 load_shards(_bound(averagers, model, rank), checkpoint_id=self.path)
         except CheckpointException as error:  # not an Exception, and hides the reason
             reason, _ = next(iter(error.failures.values()))
+            if "Missing key" in str(reason):
+                raise StateError(
+                    f"{self.path}: the window was saved with other tensors, or with others frozen "
+                    f"({reason}). Unfreeze before you resume what was unfrozen during the run, and "
+                    "freeze afterwards what was frozen; or remove it to begin a new window."
+                ) from error
             raise _unreadable(self.path, reason) from error
         except StateError as error:
             raise StateError(f"{self.path}: {error}") from None
