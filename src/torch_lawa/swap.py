@@ -204,15 +204,16 @@ class _Swap(AbstractContextManager[None]):
         found = {id(tensor): (tensor, room.get(name)) for name, tensor in self._tensors.items()}
         for copy in () if masters is None else masters.working_copies():
             found.setdefault(id(copy), (copy, None))
+        modules = list(inner.modules())
         buffers = [
             (module._buffers, name, buffer)
-            for module in inner.modules()
+            for module in modules
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
         parameters = [
             (module._parameters, name, parameter)
-            for module in inner.modules()
+            for module in modules
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
@@ -242,8 +243,8 @@ class _Swap(AbstractContextManager[None]):
                     elif _is_plain(now) and now.shape == buffer.shape:
                         write_into(local(now), values[id(local(buffer))])
                 for table, name, parameter in parameters:
-                    # `load_state_dict(assign=True)` and the like; optimizers have the own one.
-                    if name in table and table[name] is not None and table[name] is not parameter:
+                    # `load_state_dict(assign=True)` and the like; the optimizer has this one.
+                    if name in table and table[name] is not parameter and table[name] is not None:
                         table[name] = parameter
                 if masters is not None:
                     masters.share_copies()
