@@ -32,6 +32,7 @@ __all__ = [
     "live_shardings",
     "live_tensors",
     "unwrap",
+    "wrappers",
     "write_into",
 ]
 
@@ -261,6 +262,15 @@ def unwrap(module: nn.Module) -> nn.Module:
     while (inside := _wrapped(module)) is not None:
         module = inside
     return module
+
+
+def wrappers(module: nn.Module) -> list[nn.Module]:
+    """What `unwrap` takes off, outermost first."""
+    found = []
+    while (inside := _wrapped(module)) is not None:
+        found.append(module)
+        module = inside
+    return found
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:

@@ -11,10 +11,12 @@ from torch.nn.utils import parametrize
 
 from torch_lawa.errors import LayoutError, SwapError
 from torch_lawa.masters import Masters, masters_of
-from torch_lawa.selection import unwrap, write_into
+from torch_lawa.selection import unwrap, wrappers, write_into
 from torch_lawa.shards import local, reshard
 
 __all__ = ["ordinary_mode", "refuse_if_swapped", "swap_targets", "swapped"]
+
+_TO_SYNC = "require_forward_param_sync"  # an attribute of DDP
 
 # The swaps that are active, in their order: by id, the unwrapped module, and the addresses of its
 # weights.
@@ -217,6 +219,13 @@ class _Swap(AbstractContextManager[None]):
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
+        # DDP broadcasts the buffers of rank 0 before the first forward pass after a step. That must
+        # happen for the trained weights, which come next, not for the averaged ones.
+        synced = [
+            (vars(wrapper), vars(wrapper)[_TO_SYNC])
+            for wrapper in wrappers(self._model)
+            if _TO_SYNC in vars(wrapper)
+        ]
         for _, _, buffer in buffers:
             if _is_plain(buffer):
                 found.setdefault(id(local(buffer)), (local(buffer), None))
@@ -248,6 +257,8 @@ class _Swap(AbstractContextManager[None]):
                         table[name] = parameter
                 if masters is not None:
                     masters.share_copies()
+            for facts, due in synced:
+                facts[_TO_SYNC] = due
             _clear_caches()
 
         return restore

@@ -23,7 +23,6 @@ from torch_lawa.integrations.lightning._compat import LightningModule, Trainer, 
 from torch_lawa.integrations.lightning.loaders import second_pass
 from torch_lawa.integrations.lightning.strategies import (
     callable_model,
-    preserved_buffer_sync,
     release_gathered,
     trained_model,
 )
@@ -145,7 +144,6 @@ class ModuleAverage(MonitoredWindow):
         model = trained_model(trainer)
         release_gathered(model)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(preserved_buffer_sync(model))
             if self.k == 0:
                 stack.enter_context(swapped(model, {}, lambda: None))
             else:

@@ -7,7 +7,6 @@ number of processes only, and must not change while a gathered copy of them exis
 """
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -20,7 +19,6 @@ __all__ = [
     "callable_model",
     "check_strategy",
     "has_flat_shards",
-    "preserved_buffer_sync",
     "refuse_reparametrisation",
     "release_gathered",
     "sharded",
@@ -78,21 +76,6 @@ def release_gathered(model: nn.Module) -> None:
             from torch.distributed.fsdp._runtime_utils import _reshard
 
             _reshard(module, handle, True)
-
-
-@contextlib.contextmanager
-def preserved_buffer_sync(model: nn.Module) -> Iterator[None]:
-    """Hide forward passes inside the block from DDP.
-
-    DDP broadcasts the buffers of rank 0 before the first forward pass after a step. That must
-    happen for the trained weights, which come next, not for the averaged ones.
-    """
-    before = vars(model).get("require_forward_param_sync")
-    try:
-        yield
-    finally:
-        if before is not None:
-            vars(model)["require_forward_param_sync"] = before
 
 
 def check_strategy(trainer: Trainer) -> None:
