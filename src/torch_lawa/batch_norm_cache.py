@@ -4,7 +4,7 @@ A caller supplies training batches that can be read without disturbing the run, 
 pass if the model takes its batches in another way than usual.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -47,11 +47,11 @@ class BatchNormCache:
         self._values: dict[tuple[int, ...], dict[str, Tensor]] = {}  # by the window's steps
         self._window_key: object = None  # of the window that has these snapshots, once it is known
         self._unused = False  # whether the model has no such layers
-        self._frozen: WeakSet[nn.Module] = WeakSet()  # layers that keep their statistics
+        self._frozen: Collection[nn.Module] = ()  # layers that keep their statistics
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is used with a copy of the window, and of the model."""
-        return {**vars(self), "_window_key": None, "_frozen": WeakSet()}
+        return {**vars(self), "_window_key": None, "_frozen": ()}
 
     def watch(self, model: nn.Module) -> None:
         """Note which layers are frozen, if the model is in training mode now.

@@ -247,15 +247,25 @@ def fingerprint(shardings: Mapping[str, Sharding]) -> str:
 _fsdp: dict[type[nn.Module], bool] = {}
 
 
-def reshard(model: nn.Module) -> None:
+def reshard(model: nn.Module, *, after_exception: bool = False) -> None:
     """Free the gathered parameters of FSDP2, so that the model's parameters are the shards.
 
     After a forward pass without a backward pass, `fully_shard` keeps some modules unsharded: their
     parameters are plain copies then, and a change of the shards would not reach them.
+
+    If an exception ended a forward pass, FSDP2 takes that pass for unfinished, and its own method
+    does nothing. With `after_exception`, no pass can be in progress.
     """
     for module in model.modules():
         if is_fsdp(type(module)):
             module.reshard()  # type: ignore[operator]
+            if after_exception:
+                state: Any = module._get_fsdp_state()  # type: ignore[operator]
+                groups = getattr(state, "_fsdp_param_groups", None)
+                if groups is None:  # PyTorch 2.6
+                    groups = [getattr(state, "_fsdp_param_group", None)]
+                for group in filter(None, groups):
+                    group._to_sharded()
 
 
 def is_fsdp(cls: type[nn.Module]) -> bool:

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from torch_lawa.errors import LayoutError, SwapError
 from torch_lawa.masters import Masters, masters_of
 from torch_lawa.selection import unwrap, wrappers, write_into
-from torch_lawa.shards import local, reshard
+from torch_lawa.shards import is_sharded, local, reshard
 
 __all__ = ["ordinary_mode", "refuse_if_swapped", "swap_targets", "swapped"]
 
@@ -214,7 +214,7 @@ class _Swap(AbstractContextManager[None]):
             if buffer is not None
         ]
         parameters = [
-            (module._parameters, name, parameter)
+            (module._parameters, name, parameter, local(parameter))
             for module in modules
             for name, parameter in module._parameters.items()
             if parameter is not None
@@ -237,7 +237,7 @@ class _Swap(AbstractContextManager[None]):
         values = dict(zip(found, before, strict=True))
 
         def restore() -> None:
-            reshard(inner)
+            reshard(inner, after_exception=True)
             _wait_for_copies(touched)
             with ordinary_mode():
                 _copy(touched, before)
@@ -251,10 +251,15 @@ class _Swap(AbstractContextManager[None]):
                         owner[name] = buffer
                     elif _is_plain(now) and now.shape == buffer.shape:
                         write_into(local(now), values[id(local(buffer))])
-                for table, name, parameter in parameters:
+                for table, name, parameter, part in parameters:
                     # `load_state_dict(assign=True)` and the like; the optimizer has this one.
-                    if name in table and table[name] is not parameter and table[name] is not None:
+                    now = table[name] if name in table else None  # noqa: SIM401
+                    if now is None or local(now) is part:
+                        continue
+                    if not is_sharded(parameter):
                         table[name] = parameter
+                    elif id(part) in values and local(now).shape == part.shape:
+                        write_into(local(now), values[id(part)])  # FSDP2 refers to the new one
                 if masters is not None:
                     masters.share_copies()
             for facts, due in synced:

@@ -1,5 +1,6 @@
 """Sharded models: each process averages its part, and together they have the unsharded mean."""
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -215,3 +216,46 @@ def test_a_layer_that_is_unfrozen_during_the_run_is_averaged(how: str) -> None:
     for found in on_ranks(2, unfrozen, how):
         for name in ("wide.weight", "wide.bias", "small.weight"):
             assert torch.equal(found[name], expected[name]), name
+
+
+def convert_and_back(model: nn.Module, tokens: Tensor) -> None:
+    model.double().float()
+
+
+def fail_in_forward_pass(model: nn.Module, tokens: Tensor) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError
+
+    handle = model.narrow.register_forward_pre_hook(fail)  # type: ignore[union-attr, operator]
+    try:
+        model(tokens)
+    finally:
+        handle.remove()
+
+
+ACTS = {"convert": convert_and_back, "fail": fail_in_forward_pass}
+
+
+def restored(rank: int, act: str) -> list[Any]:
+    """Weights and outputs, before a swap and after it."""
+    model = sharded("fsdp").eval()
+    averager = LatestWeightAverager(k=2)
+    for step in range(3):
+        refill(model, step)
+        averager.collect(model)
+    tokens = torch.arange(8) % 11
+    found: list[Any] = []
+    with torch.no_grad():
+        for _ in range(2):
+            found += [whole(model(tokens)), state(model)]
+            with contextlib.suppress(KeyError), averager.swapped_into(model):
+                ACTS[act](model, tokens)
+    return found
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_weights_are_restored_whatever_happens_to_the_shards(act: str) -> None:
+    for output, before, same_output, after in on_ranks(2, restored, act):
+        assert torch.equal(same_output, output)
+        for name, tensor in before.items():
+            assert torch.equal(after[name], tensor), name

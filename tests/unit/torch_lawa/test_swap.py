@@ -275,7 +275,7 @@ def test_an_interrupt_while_weights_return_does_not_stop_them(
     before = state(model)
     original = getattr(swap, moment)
 
-    def interrupted(*args: object) -> None:
+    def interrupted(*args: object, **options: object) -> None:
         monkeypatch.setattr(swap, moment, original)
         raise KeyboardInterrupt
 
