@@ -254,7 +254,7 @@ class _Swap(AbstractContextManager[None]):
                 for table, name, parameter, part in parameters:
                     # `load_state_dict(assign=True)` and the like; the optimizer has this one.
                     now = table[name] if name in table else None  # noqa: SIM401
-                    if now is None or local(now) is part:
+                    if now is part or now is None or local(now) is part:
                         continue
                     if not is_sharded(parameter):
                         table[name] = parameter
