@@ -26,8 +26,8 @@ def find_files(paths: Sequence[Path]) -> dict[Path, str | None]:
     """The metrics files, each once, and the run name that the file itself implies, if any.
 
     A folder stands for the `metrics.jsonl` files in and below it that have rows. If there are none,
-    it stands for its other `.jsonl` files that hold rows of weights, and each of those is a run of
-    its own, named after the file: nothing else tells such files apart. A folder whose
+    it stands for its other `.jsonl` files that hold rows of weights, whose runs are named after
+    them: nothing else tells such files apart. A folder whose
     `metrics.jsonl` files are all empty stands for nothing, beside others that have rows.
     """
     files: dict[Path, tuple[Path, str | None]] = {}
@@ -84,11 +84,8 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
     rows: dict[tuple[Any, ...], Row] = {}
     origin: dict[tuple[Any, ...], Path] = {}
     files = {
-        file: [
-            row if run is None else {**row, "run": run}
-            for row in _with_peaks(_rows_in(file), _planned_peak(file))
-        ]
-        for file, run in find_files(paths).items()
+        file: _named(_with_peaks(_rows_in(file), _planned_peak(file)), name)
+        for file, name in find_files(paths).items()
     }
     plans = _plans(row for own in files.values() for row in own)
     for file, own in files.items():
@@ -105,6 +102,14 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
             rows[key] = row
     _require_one_run_each([(row, origin[key]) for key, row in rows.items()])
     return list(rows.values())
+
+
+def _named(rows: list[Row], file: str | None) -> list[Row]:
+    """The rows of a file whose name names its run, or stands before the names of its runs."""
+    if file is None:
+        return rows
+    several = len({row.get("run") for row in rows}) > 1
+    return [{**row, "run": f"{file} {row.get('run')}" if several else file} for row in rows]
 
 
 def _require_one_run_each(rows: Iterable[tuple[Row, Path]]) -> None:
