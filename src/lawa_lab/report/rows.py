@@ -220,6 +220,8 @@ def _checked(row: Row) -> Row:
         number = name in _COUNTS or name.split("_")[-1] in (*BETTER, "seconds")
         if number and not isinstance(value, int | float | None):
             raise ValueError(f"`{name}` is {value!r}, not a number")
+        if name in ("epoch", "step") and value is not None and value < 0:
+            raise ValueError(f"`{name}` is {value!r}, which is negative")
         if number and name.endswith("accuracy") and value is not None and value > 1:
             raise ValueError(
                 f"`{name}` is {value!r}, but accuracies are fractions of 1; divide percentages by "

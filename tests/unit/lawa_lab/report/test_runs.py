@@ -177,6 +177,7 @@ def test_numbers_that_are_not_finite_are_missing(tmp_path: Path) -> None:
         ('{"weights": 3, "epoch": 1}\n', "line 1: `weights` is 3"),
         ('{"weights": "raw"}\n', "line 1: .*neither `epoch` nor `step`"),
         ('{"weights": "raw", "epoch": "one"}\n', "`epoch` is a str, not a number"),
+        ('{"weights": "raw", "epoch": -1}\n', "`epoch` is -1, which is negative"),
         (
             '{"weights": "raw", "epoch": 1, "test_accuracy": 97.5}\n',
             "`test_accuracy` is 97.5.*divide percentages by 100",
