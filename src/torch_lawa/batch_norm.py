@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,13 @@ def recalibrate_batch_norm(
     4
     """
     frozen = frozen_layers(model)
+    if frozen and len(frozen) == len(layers_with_statistics(model)):
+        warnings.warn(
+            "every BatchNorm layer is in evaluation mode while the model is in training mode, so "
+            "all keep their statistics. If they are not meant to be frozen, call model.train() "
+            "before recalibrate_batch_norm.",
+            stacklevel=2,
+        )
     return re_estimate(model, loader, num_batches, forward=forward, group=group, frozen=frozen)
 
 

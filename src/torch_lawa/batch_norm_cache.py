@@ -46,7 +46,6 @@ class BatchNormCache:
         """Forget the statistics: another run begins."""
         self._values: dict[tuple[int, ...], dict[str, Tensor]] = {}  # by the window's steps
         self._window_key: object = None  # of the window that has these snapshots, once it is known
-        self._unused = False  # whether the model has no such layers
         self._frozen: Collection[nn.Module] = ()  # layers that keep their statistics
 
     def __getstate__(self) -> dict[str, Any]:
@@ -54,12 +53,11 @@ class BatchNormCache:
         return {**vars(self), "_window_key": None, "_frozen": ()}
 
     def watch(self, model: nn.Module) -> None:
-        """Note which layers are frozen, if the model is in training mode now.
+        """Note which layers are frozen at a snapshot, if the model is in training mode.
 
         Frameworks put the whole model into evaluation mode before the statistics are estimated.
         """
-        if not self._unused and unwrap(model).training:
-            self._unused = not layers_with_statistics(model)
+        if unwrap(model).training:
             self._frozen = WeakSet(frozen_layers(model))
 
     def needed(self, model: nn.Module) -> bool:
@@ -99,15 +97,10 @@ class BatchNormCache:
                 for name, buffer in _buffers(model):
                     buffer.copy_(self._values[window][name])
             return
-        self.watch(model)
+        frozen = frozen_layers(model) if unwrap(model).training else self._frozen
         with batches() as loader:
             re_estimate(
-                model,
-                loader,
-                self._num_batches,
-                forward=forward,
-                group=group,
-                frozen=self._frozen,
+                model, loader, self._num_batches, forward=forward, group=group, frozen=frozen
             )
         # Windows that end with an older snapshot will not be asked for again.
         self._values = {w: v for w, v in self._values.items() if w[-1:] == window[-1:]}

@@ -299,8 +299,9 @@ class RunFolder:
     def _cut_metrics(self, step: int, epochs: float) -> None:
         if not self.metrics.exists():
             return
+        name = self.read_plan().run_name  # earlier versions left settings out of it
         rows = [
-            _lengthened(row, epochs)
+            _lengthened(row if "run" not in row else {**row, "run": name}, epochs)
             for row in read_metrics(self.metrics)
             if (row.get("step") or 0) <= step
         ]

@@ -108,8 +108,11 @@ def _named(rows: list[Row], file: str | None) -> list[Row]:
     """The rows of a file whose name names its run, or stands before the names of its runs."""
     if file is None:
         return rows
-    several = len({row.get("run") for row in rows}) > 1
-    return [{**row, "run": f"{file} {row.get('run')}" if several else file} for row in rows]
+    names = {row["run"] for row in rows if row.get("run")}
+    return [
+        {**row, "run": f"{file} {row['run']}" if len(names) > 1 and row.get("run") else file}
+        for row in rows
+    ]
 
 
 def _require_one_run_each(rows: Iterable[tuple[Row, Path]]) -> None:

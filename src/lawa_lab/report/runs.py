@@ -267,9 +267,10 @@ def _shared_by(run: Run, runs: Sequence[Run]) -> tuple[Row, ...]:
     found: list[Row] = []
     for seed in run.seeds:
         first = min((row for row in run.rows if row.get("seed") == seed), key=moment_of)
-        if (first.get("epoch") or 0.0) > (1.0 - run.land) * (run.budget_epochs or math.inf):
+        branch = (1.0 - run.land) * (run.budget_epochs or math.inf) * (1.0 + 1e-9)
+        if (first.get("epoch") or 0.0) > branch:
             trunks = (
-                [r for r in each.rows if r.get("seed") == seed and _is_timed_before(r, first)]
+                [r for r in each.rows if r.get("seed") == seed and _is_timed_until(r, branch)]
                 for each in same
                 if each.anytime
             )
@@ -277,8 +278,9 @@ def _shared_by(run: Run, runs: Sequence[Run]) -> tuple[Row, ...]:
     return tuple(found)
 
 
-def _is_timed_before(row: Row, first: Row) -> bool:
-    return row.get("train_seconds") is not None and moment_of(row) < moment_of(first)
+def _is_timed_until(row: Row, epoch: float) -> bool:
+    known = row.get("train_seconds") is not None and row.get("epoch") is not None
+    return known and row["epoch"] <= epoch
 
 
 def main_averages(run: Run, metric: Metric, k: int | None) -> list[Series]:

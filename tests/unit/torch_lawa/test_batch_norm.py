@@ -133,7 +133,8 @@ def test_frozen_layers_keep_their_statistics_and_are_used_as_in_training() -> No
     model.train()
     for layer in (frozen, trained):
         layer.eval()
-    assert recalibrate_batch_norm(model, iter(())) == 0  # none left: the loader is not needed
+    with pytest.warns(UserWarning, match="every BatchNorm layer is in evaluation mode"):
+        assert recalibrate_batch_norm(model, iter(())) == 0  # none left: no batch is needed
 
 
 def test_dropout_is_off_while_estimating() -> None:

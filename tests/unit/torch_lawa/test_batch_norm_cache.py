@@ -47,6 +47,24 @@ class Run:
         return found
 
 
+def test_layers_that_are_frozen_at_a_snapshot_keep_their_statistics() -> None:
+    run = Run()
+    layer = run.model[1]
+    layer.track_running_stats = False  # as by Lightning's `BaseFinetuning.freeze`
+    run.cache.watch(run.model)
+    layer.track_running_stats = True
+    layer.eval()
+    run.cache.watch(run.model)
+    run.collect(1)
+    run.model.eval()
+    assert not run.statistics().any()
+    run.model.train()
+    run.cache.watch(run.model)
+    run.collect(2)
+    run.model.eval()
+    assert run.statistics().any()
+
+
 def test_once_per_window() -> None:
     run = Run()
     run.collect(1)

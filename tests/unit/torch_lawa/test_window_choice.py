@@ -325,6 +325,26 @@ def test_batch_norm_is_estimated_once_for_each_window() -> None:
     assert torch.equal(model[1].running_mean, before)  # type: ignore[arg-type]
 
 
+def test_a_layer_that_was_unfrozen_is_estimated_again() -> None:
+    """What was frozen at an earlier choice need not be frozen now, and evaluation hides it."""
+    model, averager, batches = batch_norm_run()
+    seen: list[bool] = []
+
+    def evaluate(model: nn.Module) -> float:
+        seen.append(bool(model[1].running_mean.any()))  # type: ignore[index, union-attr, operator]
+        return 0.0
+
+    chooser = WindowChooser(averager, evaluate, loader=batches)
+    model[1].eval()
+    chooser.choose(model)
+    averager.collect(model)
+    assert not any(seen)
+    model.train()  # and on, until an evaluation
+    model.eval()
+    chooser.choose(model)
+    assert seen[-1]
+
+
 def test_stale_batch_norm_statistics_are_warned_of_once() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     averager = LatestWeightAverager(k=2)

@@ -262,6 +262,20 @@ def test_a_constant_rate_run_is_extended(stop: int, horizon: float | None, tmp_p
         run(plan(4), tmp_path / "extended")
 
 
+def test_a_run_that_is_extended_keeps_one_name(tmp_path: Path) -> None:
+    """Rows of an earlier version may have another name for it."""
+
+    def plan(epochs: int) -> RunPlan:
+        changes = {"schedule": "constant", "momentum": 0.8, "ks": (2,)}
+        return smoke_plan("digits", epochs=epochs, **changes)
+
+    run(plan(3), tmp_path)
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace(" with momentum 0.8", ""))
+    run(plan(5), tmp_path)
+    assert {row["run"] for row in read_metrics(metrics)} == {plan(5).run_name}
+
+
 @pytest.mark.parametrize("changes", [{"schedule": "cosine"}, {"schedule": "constant", "land": 0.5}])
 def test_a_run_whose_rate_falls_is_not_extended(changes: dict[str, Any], tmp_path: Path) -> None:
     run(smoke_plan("digits", epochs=2, **changes), tmp_path, stop_at=3)

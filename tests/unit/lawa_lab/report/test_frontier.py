@@ -202,6 +202,16 @@ def test_a_landing_costs_the_same_whether_it_branches_off_or_is_trained_alone(
     assert spent == seconds["cosine", 32]
 
 
+def test_a_landing_does_not_pay_for_evaluations_after_its_branch(tmp_path: Path) -> None:
+    rows = [{**row, "evaluate_seconds": 1.0} for row in frontier_rows(budgets=(16, 32), seeds=(0,))]
+    rows = [row for row in rows if not row["land"] or row["epoch"] == row["budget_epochs"]]
+    found = frontier_in(report_on(tmp_path, rows)).annealed
+    seconds = {(point.label, point.budget): point.seconds for point in found}
+    spent = seconds["25% linear decay", 32]
+    assert spent is not None
+    assert spent.mean == pytest.approx(32 * 2.0 + 24 * 1.0 + 1.0)
+
+
 def test_what_is_not_reached_is_said_and_the_headline_is_not_chosen_in_favour_of_averaging(
     frontier: Frontier,
 ) -> None:

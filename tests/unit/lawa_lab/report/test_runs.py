@@ -214,9 +214,11 @@ def test_a_folder_without_metrics_files_stands_for_its_other_files_of_rows(tmp_p
     ]
     # A file of several runs keeps them apart.
     write(tmp_path / "rate-0.3.jsonl", [row(1, 7, run="sgd"), row(1, 6, run="adam")])
+    write(tmp_path / "rate-0.4.jsonl", [row(1, 3, run="sgd"), row(2, 2, run=None)])
     assert [(run.name, values(run, Series())) for run in load_runs([tmp_path])][2:] == [
         ("rate-0.3 sgd", (7,)),
         ("rate-0.3 adam", (6,)),
+        ("rate-0.4", (3, 2)),
     ]
     write(tmp_path / "below/metrics.jsonl", [row(1, 4, run="adam")])
     assert [run.name for run in load_runs([tmp_path])] == ["adam"]
