@@ -127,7 +127,7 @@ def test_shards_of_a_layer_that_was_unfrozen_after_the_start(tmp_path: Path) -> 
     window.publish()
     (saved,), again, model = window.read(), {"averager": LatestWeightAverager(k=K)}, net()
     model[0].requires_grad_(False)  # type: ignore[index]
-    with pytest.raises(StateError, match=r"0\.weight.*Unfreeze before you resume"):
+    with pytest.raises(StateError, match=r"0\.weight.*Before you resume, unfreeze"):
         saved.load(again, model, sharded=True)
     model[0].requires_grad_(True)  # type: ignore[index]
     saved.load(again, model, sharded=True)

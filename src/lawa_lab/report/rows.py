@@ -27,8 +27,8 @@ def find_files(paths: Sequence[Path]) -> dict[Path, str | None]:
 
     A folder stands for the `metrics.jsonl` files in and below it that have rows. If there are none,
     it stands for its other `.jsonl` files that hold rows of weights, whose runs are named after
-    them: nothing else tells such files apart. A folder whose
-    `metrics.jsonl` files are all empty stands for nothing, beside others that have rows.
+    them: nothing else tells such files apart. A folder whose `metrics.jsonl` files are all empty
+    stands for nothing, beside others that have rows.
     """
     files: dict[Path, tuple[Path, str | None]] = {}
     for path in paths:

@@ -257,7 +257,7 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def _shared_by(run: Run, runs: Sequence[Run]) -> tuple[Row, ...]:
-    """Rows of the constant-rate run that a landing branches off, before the first of its own.
+    """Rows of the constant-rate run that a landing branches off, up to the branch.
 
     `lawa train --budgets` trains and evaluates this part once. A landing that was trained alone has
     rows of its own from before the decay.

@@ -117,8 +117,8 @@ class SavedWindows:
             if "Missing key" in str(reason):
                 raise StateError(
                     f"{self.path}: the window was saved with other tensors, or with others frozen "
-                    f"({reason}). Unfreeze before you resume what was unfrozen during the run, and "
-                    "freeze afterwards what was frozen; or remove it to begin a new window."
+                    f"({reason}). Before you resume, unfreeze what was unfrozen during the run; "
+                    "freeze only afterwards what was frozen. Or remove it to begin a new window."
                 ) from error
             raise _unreadable(self.path, reason) from error
         except StateError as error:
